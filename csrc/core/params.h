@@ -1,0 +1,131 @@
+// Plain structs that carry checked arguments from csrc/torch to the kernels: pointers, sizes and
+// strides. All strides are in elements (not bytes) and int64: rows x vocabulary passes 2^32.
+#pragma once
+
+#include <cstdint>
+
+namespace specdec {
+
+enum class Element : int8_t { kFloat32, kBFloat16, kFloat16 };
+
+enum class Rule : int8_t { kBlock, kToken, kGreedy, kLenient, kTopBeta, kTypical };
+
+// Bits of verify's `status` output (DESIGN section 7).
+enum Status : int32_t {
+  kNoTargetLaw = 1,
+  kInvalidDraftToken = 2,
+  kNoDraftLaw = 4,
+  kParameterOutOfRange = 8,
+};
+
+// An int32 or int64 tensor of up to two dimensions; data == nullptr where the caller gave none.
+struct IdArray {
+  const void* data = nullptr;
+  int64_t stride[2] = {0, 0};
+  bool is_int64 = false;
+};
+
+// A tensor of T of up to two dimensions; data == nullptr where the caller gave none.
+template <typename T>
+struct Array {
+  const T* data = nullptr;
+  int64_t stride[2] = {0, 0};
+};
+
+// Rows over a vocabulary: dense [B, S, vocab], or packed [num_rows, vocab] addressed through `index`.
+struct RowBatch {
+  const void* data = nullptr;
+  Element element = Element::kFloat32;
+  int64_t vocab = 0;
+  int64_t stride[2] = {0, 0};  // of (b, s); packed: stride[0] is the stride of a row
+  int64_t num_rows = 0;        // packed only
+  IdArray index;               // packed only: [B, S] row numbers
+};
+
+// Per-request sampling parameters, each [B] or absent.
+struct SamplingParams {
+  Array<float> temperature;
+  IdArray top_k;
+  Array<float> top_p;
+  Array<float> min_p;
+};
+
+// Where the uniforms come from: given ones [B, n], or Philox counters from seeds and positions [B].
+struct Randomness {
+  Array<double> uniforms;
+  Array<int64_t> seeds;
+  Array<int64_t> positions;
+  uint32_t stream = 0;
+};
+
+struct RowLawParams {
+  int64_t rows = 0;
+  RowBatch logits;
+  SamplingParams sampling;
+  float* max = nullptr;
+  double* scale = nullptr;
+  float* cutoff = nullptr;
+  double* log_z = nullptr;
+  int64_t* argmax = nullptr;
+};
+
+struct SampleParams {
+  int64_t batch = 0;
+  RowBatch logits;
+  SamplingParams sampling;
+  Randomness randomness;
+  uint32_t domain = 0;
+  uint32_t draft_index = 0;
+  int64_t* tokens = nullptr;
+  float* logprobs = nullptr;
+};
+
+struct AcceptanceParams {
+  int64_t rows = 0;
+  RowBatch target;
+  RowBatch draft;
+  SamplingParams target_sampling;
+  SamplingParams draft_sampling;
+  float* acceptance = nullptr;
+};
+
+struct UniformsParams {
+  int64_t batch = 0;
+  int64_t n = 0;
+  Randomness randomness;
+  double* uniforms = nullptr;
+};
+
+// Parameters of the rules that are not lossless.
+struct RelaxedParams {
+  double lenience = 1.0;
+  int64_t beta = 3;
+  double tau = 1.0;
+  double epsilon = 0.09;
+  double delta = 0.3;
+};
+
+struct VerifyParams {
+  int64_t batch = 0;
+  int64_t gamma = 0;
+  RowBatch target;                 // [B, G+1, V]
+  RowBatch draft;                  // [B, G, Vd] logits or probabilities; data == nullptr: none
+  bool draft_is_probs = false;
+  IdArray draft_tokens;            // [B, G]
+  IdArray draft_lengths;           // [B] or absent
+  Array<int8_t> draft_kinds;       // [B, G] or absent
+  SamplingParams target_sampling;
+  SamplingParams draft_sampling;
+  Randomness randomness;           // uniforms [B, G+1]
+  Rule rule = Rule::kBlock;
+  RelaxedParams relaxed;
+  bool full_accept_probs = false;
+  bool raw_logprobs = false;
+  int64_t* tokens = nullptr;       // [B, G+1]; outputs are contiguous
+  int32_t* num_accepted = nullptr; // [B]
+  float* logprobs = nullptr;       // [B, G+1]
+  float* accept_probs = nullptr;   // [B, G]
+  int32_t* status = nullptr;       // [B]
+};
+
+}  // namespace specdec

@@ -1,0 +1,113 @@
+// Vectors as wide as the instruction set, in the compiler's own vector extension: the same source
+// becomes AVX-512, AVX2 or plain SSE/NEON code.
+#pragma once
+
+#include <cstring>
+
+#include "../core/params.h"
+#include "../core/platform.h"
+
+namespace specdec {
+namespace SPECDEC_CPU_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float VecF __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecI __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecU __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t VecH __attribute__((vector_size(2 * kLanes)));
+// Halves, for conversions to 64-bit lanes.
+typedef float HalfF __attribute__((vector_size(2 * kLanes)));
+typedef double VecD __attribute__((vector_size(4 * kLanes)));
+typedef int64_t VecL __attribute__((vector_size(4 * kLanes)));
+
+template <typename V, typename T>
+inline V load(const T* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <typename V, typename T>
+inline void store(T* p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+
+inline VecF splat(float x) { return VecF{} + x; }
+
+inline VecF keep_where(VecI mask, VecF v) { return (VecF)((VecI)v & mask); }
+
+inline VecF max_of(VecF a, VecF b) { return a > b ? a : b; }
+
+inline VecF min_of(VecF a, VecF b) { return a < b ? a : b; }
+
+inline VecF positive_part(VecF v) { return v > 0.0f ? v : VecF{}; }
+
+// 2^t for t in [-126, 1]; garbage below, which callers mask out. Relative error 1.5e-7, exact at 0.
+inline VecF exp2_unchecked(VecF t) {
+  const VecF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves round(t) in the low bits
+  const VecF shifted = t + magic;
+  const VecF f = t - (shifted - magic);
+  VecF poly = splat(0x1.5be7b6p-10f);
+  poly = poly * f + 0x1.3ced4ap-7f;
+  poly = poly * f + 0x1.c6b7d4p-5f;
+  poly = poly * f + 0x1.ebf9b0p-3f;
+  poly = poly * f + 0x1.62e426p-1f;
+  poly = poly * f + 1.0f;
+  return (VecF)((VecI)poly + ((VecI)shifted << 23));
+}
+
+inline double sum_lanes(VecF v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  double sum = 0.0;
+  for (int i = 0; i < kLanes; ++i) sum += static_cast<double>(lanes[i]);
+  return sum;
+}
+
+inline float max_lanes(VecF v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  float max = lanes[0];
+  for (int i = 1; i < kLanes; ++i) max = lanes[i] > max ? lanes[i] : max;
+  return max;
+}
+
+inline bool all_lanes(VecI mask) {
+  int32_t lanes[kLanes];
+  store(lanes, mask);
+  int32_t all = -1;
+  for (int i = 0; i < kLanes; ++i) all &= lanes[i];
+  return all != 0;
+}
+
+// ---- 16-bit floats --------------------------------------------------------------------------------
+
+inline VecF widen_bfloat16(VecH bits) {
+  return (VecF)(__builtin_convertvector(bits, VecU) << 16);
+}
+
+// Exact for every float16: shift the fields into place, rebias by a multiplication (which also
+// normalises subnormals), and give infinities and NaN their exponent back.
+inline VecF widen_float16(VecH half) {
+  const VecU bits = __builtin_convertvector(half, VecU);
+  const VecU magnitude = bits & 0x7FFFu;
+  const VecF scaled = (VecF)(magnitude << 13) * 0x1p112f;
+  const VecU special = (VecU)(magnitude >= 0x7C00u) & 0x7F800000u;
+  return (VecF)((VecU)scaled | special | (bits & 0x8000u) << 16);
+}
+
+inline float widen(uint16_t bits, Element element) {
+  VecH one{};
+  one[0] = bits;
+  return (element == Element::kBFloat16 ? widen_bfloat16(one) : widen_float16(one))[0];
+}
+
+}  // namespace SPECDEC_CPU_ISA
+}  // namespace specdec
