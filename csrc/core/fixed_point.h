@@ -1,5 +1,5 @@
-// Draws by inverse CDF in integers. Sums of uint64 are associative: any tiling, thread count or order
-// gives the same bits, and a draw always lands on positive weight.
+// Draws by inverse CDF in integers. Sums of uint64 are associative: any tiling, thread count or
+// order gives the same bits, and a draw always lands on positive weight.
 #pragma once
 
 #include <cmath>

@@ -32,7 +32,8 @@ struct Array {
   int64_t stride[2] = {0, 0};
 };
 
-// Rows over a vocabulary: dense [B, S, vocab], or packed [num_rows, vocab] addressed through `index`.
+// Rows over a vocabulary: dense [B, S, vocab], or packed [num_rows, vocab] addressed through
+// `index`.
 struct RowBatch {
   const void* data = nullptr;
   Element element = Element::kFloat32;
@@ -108,24 +109,24 @@ struct RelaxedParams {
 struct VerifyParams {
   int64_t batch = 0;
   int64_t gamma = 0;
-  RowBatch target;                 // [B, G+1, V]
-  RowBatch draft;                  // [B, G, Vd] logits or probabilities; data == nullptr: none
+  RowBatch target;  // [B, G+1, V]
+  RowBatch draft;   // [B, G, Vd] logits or probabilities; data == nullptr: none
   bool draft_is_probs = false;
-  IdArray draft_tokens;            // [B, G]
-  IdArray draft_lengths;           // [B] or absent
-  Array<int8_t> draft_kinds;       // [B, G] or absent
+  IdArray draft_tokens;       // [B, G]
+  IdArray draft_lengths;      // [B] or absent
+  Array<int8_t> draft_kinds;  // [B, G] or absent
   SamplingParams target_sampling;
   SamplingParams draft_sampling;
-  Randomness randomness;           // uniforms [B, G+1]
+  Randomness randomness;  // uniforms [B, G+1]
   Rule rule = Rule::kBlock;
   RelaxedParams relaxed;
   bool full_accept_probs = false;
   bool raw_logprobs = false;
-  int64_t* tokens = nullptr;       // [B, G+1]; outputs are contiguous
-  int32_t* num_accepted = nullptr; // [B]
-  float* logprobs = nullptr;       // [B, G+1]
-  float* accept_probs = nullptr;   // [B, G]
-  int32_t* status = nullptr;       // [B]
+  int64_t* tokens = nullptr;        // [B, G+1]; outputs are contiguous
+  int32_t* num_accepted = nullptr;  // [B]
+  float* logprobs = nullptr;        // [B, G+1]
+  float* accept_probs = nullptr;    // [B, G]
+  int32_t* status = nullptr;        // [B]
 };
 
 }  // namespace specdec

@@ -1,13 +1,13 @@
-// Philox4x32-10 (Salmon et al., SC 2011) and the counter layout of DESIGN section 5: the same bits on
-// every backend.
+// Philox4x32-10 (Salmon et al., SC 2011) and the counter layout of DESIGN section 5: the same bits
+// on every backend.
 #pragma once
 
 #include "platform.h"
 
 namespace specdec {
 
-// Which use of randomness a counter belongs to. Two uses never share a domain: a coin that also chose
-// the draft token, or the residual token, would bias the emitted law.
+// Which use of randomness a counter belongs to. Two uses never share a domain: a coin that also
+// chose the draft token, or the residual token, would bias the emitted law.
 enum class Domain : uint32_t { kAccept = 0, kResidual = 1, kDraft = 2 };
 
 struct PhiloxWords {
@@ -52,10 +52,9 @@ SPECDEC_HD double counter_uniform(int64_t seed, int64_t position, Domain domain,
 // Slot of verify's [B, G+1] uniforms: the coin of draft token slot + 1, or the final draw.
 SPECDEC_HD double verify_uniform(int64_t seed, int64_t position, int64_t slot, int64_t gamma,
                                  uint32_t stream) {
-  return slot < gamma
-             ? counter_uniform(seed, position, Domain::kAccept, static_cast<uint32_t>(slot + 1),
-                               stream)
-             : counter_uniform(seed, position, Domain::kResidual, 0, stream);
+  return slot < gamma ? counter_uniform(seed, position, Domain::kAccept,
+                                        static_cast<uint32_t>(slot + 1), stream)
+                      : counter_uniform(seed, position, Domain::kResidual, 0, stream);
 }
 
 }  // namespace SPECDEC_CPU_ISA

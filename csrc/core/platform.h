@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-// Every inline function of csrc/core and csrc/cpu lives in specdec::SPECDEC_CPU_ISA. The CPU kernels
-// are compiled once per instruction set; were their inline functions to share a name, the linker
-// would keep one copy of each, possibly the AVX-512 one, and older machines would die on it.
+// Every inline function of csrc/core and csrc/cpu lives in specdec::SPECDEC_CPU_ISA. The CPU
+// kernels are compiled once per instruction set; were their inline functions to share a name, the
+// linker would keep one copy of each, possibly the AVX-512 one, and older machines would die on it.
 #ifndef SPECDEC_CPU_ISA
 #define SPECDEC_CPU_ISA common
 #endif

@@ -9,8 +9,8 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 
 // Lenience (Leviathan et al. 2023, A.5) is the token rule with lenience * q in place of q. At
-// temperature 0 it compares with the best token instead: p(x) >= lenience * max p, unfiltered, T = 1
-// (the paper prints this inequality reversed).
+// temperature 0 it compares with the best token instead: p(x) >= lenience * max p, unfiltered, T =
+// 1 (the paper prints this inequality reversed).
 SPECDEC_HD bool accepts_lenient_greedy(float logit, float max_logit, double lenience) {
   return exp(static_cast<double>(logit) - max_logit) >= lenience;
 }
@@ -22,8 +22,8 @@ SPECDEC_HD bool accepts_top_beta(int64_t num_greater, float logit, float max_log
   return 1 + num_greater <= beta && static_cast<double>(max_logit) - logit <= tau;
 }
 
-// Typical acceptance (Medusa, Cai et al. 2024, section 3.3): an entropy-scaled threshold, entropy in
-// nats.
+// Typical acceptance (Medusa, Cai et al. 2024, section 3.3): an entropy-scaled threshold, entropy
+// in nats.
 SPECDEC_HD bool accepts_typical(double p, double entropy, double epsilon, double delta) {
   const double scaled = delta * exp(-entropy);
   return p > (epsilon < scaled ? epsilon : scaled);

@@ -1,7 +1,7 @@
 // A logits row and five scalars are a probability law (DESIGN section 3):
 //     p(x) = exp(scale * (l_x - max)) / z   if l_x >= cutoff, else 0.
-// How a cutoff is found without sorting: radix selection over order-preserving keys, with counts for
-// top-k and fixed-point masses for top-p.
+// How a cutoff is found without sorting: radix selection over order-preserving keys, with counts
+// for top-k and fixed-point masses for top-p.
 #pragma once
 
 #include <cfloat>
@@ -87,11 +87,13 @@ SPECDEC_HD double law_log_probability(const RowLaw& law, float value) {
   return law.scale * (static_cast<double>(value) - law.max) - log(law.z);
 }
 
-// The threshold that vector passes compare with: at least the cutoff, finite (so that a logit of -inf
-// has weight exactly 0), and where fp32 exp would leave the normal range the weight is 0 as well.
+// The threshold that vector passes compare with: at least the cutoff, finite (so that a logit of
+// -inf has weight exactly 0), and where fp32 exp would leave the normal range the weight is 0 as
+// well.
 SPECDEC_HD float support_threshold(float cutoff, float reference, double scale) {
   const double underflow = static_cast<double>(reference) - 87.0 / scale;
-  double threshold = cutoff > -FLT_MAX ? static_cast<double>(cutoff) : -static_cast<double>(FLT_MAX);
+  double threshold =
+      cutoff > -FLT_MAX ? static_cast<double>(cutoff) : -static_cast<double>(FLT_MAX);
   if (underflow > threshold) threshold = underflow;
   return static_cast<float>(threshold);
 }
@@ -104,7 +106,8 @@ SPECDEC_HD float min_p_cutoff(float max, double temperature, double min_p) {
   return cutoff;
 }
 
-// ---- radix selection ------------------------------------------------------------------------------
+// ---- radix selection
+// ------------------------------------------------------------------------------
 
 constexpr int kRadixLevels = 3;
 constexpr int kRadixBins = 1 << 11;

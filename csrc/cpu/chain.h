@@ -25,10 +25,10 @@ struct Proposal {
 
 struct Request {
   int64_t b = 0;
-  bool greedy = false;   // T = 0, or a rule that only asks for the arg max
+  bool greedy = false;  // T = 0, or a rule that only asks for the arg max
   Filters target_filters;
   Filters draft_filters;
-  int64_t drafted = 0;   // usable columns by their ids alone; columns after are never read
+  int64_t drafted = 0;  // usable columns by their ids alone; columns after are never read
   int64_t accepted = 0;
   int32_t status = 0;
   bool has_target_law = true;  // of the row that decided

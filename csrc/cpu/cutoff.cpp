@@ -1,8 +1,9 @@
 // Cutoffs without sorting.
 //
-// Grid: one thread a row. Traffic, from cache after the law pass: a small top-k reads only the groups
-// that can hold a kept logit; a larger one three times the row (radix levels); top-p the row twice.
-// Numerics: counts, and masses in 2^-40 fixed point, are exact: cutoffs do not depend on any order.
+// Grid: one thread a row. Traffic, from cache after the law pass: a small top-k reads only the
+// groups that can hold a kept logit; a larger one three times the row (radix levels); top-p the row
+// twice. Numerics: counts, and masses in 2^-40 fixed point, are exact: cutoffs do not depend on any
+// order.
 #include "cutoff.h"
 
 namespace specdec {
@@ -12,8 +13,8 @@ namespace {
 constexpr int64_t kMaxCandidates = 2048;
 constexpr int64_t kMaxCandidateTopK = 512;
 
-// The logits that a selection runs over, visited in chunks of up to kTile floats: a whole row, or an
-// array padded to whole groups.
+// The logits that a selection runs over, visited in chunks of up to kTile floats: a whole row, or
+// an array padded to whole groups.
 struct LogitSource {
   const Row* row;
   const float* values;
@@ -96,10 +97,11 @@ float lowest_within_mass(const LogitSource& source, const ExpWeight& weight, uin
   return key_value(selection.prefix);
 }
 
-// ---- top-k ----------------------------------------------------------------------------------------
+// ---- top-k
+// ----------------------------------------------------------------------------------------
 
-// Collects the logits >= floor, from the groups that hold any, padded to whole groups; -1 if they do
-// not fit.
+// Collects the logits >= floor, from the groups that hold any, padded to whole groups; -1 if they
+// do not fit.
 int64_t collect_candidates(const Row& row, const float* group_max, float floor, float* out) {
   int64_t count = 0;
   for (int64_t g = 0; g < num_groups(row.vocab); ++g) {
@@ -116,10 +118,11 @@ int64_t collect_candidates(const Row& row, const float* group_max, float floor, 
   return count;
 }
 
-// ---- top-p ----------------------------------------------------------------------------------------
+// ---- top-p
+// ----------------------------------------------------------------------------------------
 
-// Bins of equal width in log-weight, 51 to the octave: finer than the first digit of a key where the
-// mass is. Weights below 2^-40 have no mass and share the last bin.
+// Bins of equal width in log-weight, 51 to the octave: finer than the first digit of a key where
+// the mass is. Weights below 2^-40 have no mass and share the last bin.
 constexpr float kBinsPerOctave = 51.0f;
 
 struct LogWeightBin {
@@ -178,8 +181,8 @@ int64_t collect_bin(const LogitSource& source, const LogWeightBin& bin_of, int32
   return count;
 }
 
-// The lowest logit for which the mass strictly above it is < top_p of the total: first its bin, then
-// a radix selection among the few logits of that bin.
+// The lowest logit for which the mass strictly above it is < top_p of the total: first its bin,
+// then a radix selection among the few logits of that bin.
 float top_p_cutoff(const LogitSource& source, const RowLaw& law, double top_p) {
   const ExpWeight weight(law);
   const LogWeightBin bin_of(law);

@@ -1,8 +1,8 @@
 // Final draws by inverse CDF in integers.
 //
-// Grid: (request, tile) units over threads. A draw from a law reads its row once for the tiles' sums
-// and one tile again; a residual draw reads both rows twice (mass, then weights) and one tile again.
-// Writes 8 bytes per tile. Numerics: weights in fp32, scaled in float64, summed as uint64.
+// Grid: (request, tile) units over threads. A draw from a law reads its row once for the tiles'
+// sums and one tile again; a residual draw reads both rows twice (mass, then weights) and one tile
+// again. Writes 8 bytes per tile. Numerics: weights in fp32, scaled in float64, summed as uint64.
 #include "draw.h"
 
 namespace specdec {
@@ -23,8 +23,7 @@ auto with_residual_tile(const DrawTask& task, int64_t tile, TileBuffers* buffers
   const int64_t groups = tile_groups(task.target.vocab, tile);
   const float* p = view_tile(task.target, tile, groups, buffers->target, task.excluded);
   const ExpWeight target_weight(task.target_law);
-  const VecF target_scale =
-      splat(static_cast<float>(task.coefficients.target / task.target_law.z));
+  const VecF target_scale = splat(static_cast<float>(task.coefficients.target / task.target_law.z));
   if (task.draft.data == nullptr) {
     return body(groups, [&](int64_t i) { return target_scale * target_weight(load<VecF>(p + i)); });
   }
@@ -97,10 +96,9 @@ void residual_masses(const ThreadPool& pool, const DrawTask* tasks, int64_t n, d
     const int64_t tile = unit % tiles;
     if (tile >= num_tiles(task.target.vocab)) return;
     TileBuffers buffers;
-    tile_masses[unit] =
-        with_residual_tile(task, tile, &buffers, [](int64_t groups, const auto& weight_at) {
-          return accumulate(groups, weight_at);
-        });
+    tile_masses[unit] = with_residual_tile(
+        task, tile, &buffers,
+        [](int64_t groups, const auto& weight_at) { return accumulate(groups, weight_at); });
   });
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t t = 0; t < tiles; ++t) masses[wanted[j]] += tile_masses[j * tiles + t];

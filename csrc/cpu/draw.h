@@ -10,7 +10,7 @@ namespace SPECDEC_CPU_ISA {
 struct DrawTask {
   Row target;
   RowLaw target_law;
-  Row draft;         // data == nullptr: no draft law in the residual
+  Row draft;  // data == nullptr: no draft law in the residual
   RowLaw draft_law;
   bool residual = false;  // [coefficients.target * p - coefficients.draft * q]+ without `excluded`
   ResidualCoefficients coefficients{1.0, 1.0};

@@ -1,10 +1,10 @@
 // Laws of logits rows: the first pass of every operator.
 //
-// Grid: (row, tile) units over threads for the passes over the vocabulary, rows over threads for the
-// selection of cutoffs (cutoff.cpp). Reads 2 or 4 bytes per vocabulary entry (16- or 32-bit logits) for a plain
-// temperature or top-k; top-p and min-p read again, from cache. Writes O(tiles) per row. Numerics:
-// fp32 exponentials against the tile's own maximum, combined in tile order in float64; masses for
-// top-p in 2^-40 fixed point.
+// Grid: (row, tile) units over threads for the passes over the vocabulary, rows over threads for
+// the selection of cutoffs (cutoff.cpp). Reads 2 or 4 bytes per vocabulary entry (16- or 32-bit
+// logits) for a plain temperature or top-k; top-p and min-p read again, from cache. Writes O(tiles)
+// per row. Numerics: fp32 exponentials against the tile's own maximum, combined in tile order in
+// float64; masses for top-p in 2^-40 fixed point.
 #include "law_pass.h"
 
 #include "cutoff.h"

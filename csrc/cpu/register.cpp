@@ -68,8 +68,8 @@ const Variant& variant() {
 ThreadPool thread_pool() {
   const auto run = [](int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),
                       void* context) {
-    torch::stable::parallel_for(
-        0, n, grain, [=](int64_t begin, int64_t end) { body(begin, end, context); });
+    torch::stable::parallel_for(0, n, grain,
+                                [=](int64_t begin, int64_t end) { body(begin, end, context); });
   };
   return {run, static_cast<int64_t>(torch::stable::get_num_threads())};
 }
@@ -111,10 +111,11 @@ STABLE_TORCH_LIBRARY_IMPL(specdec, CPU, m) {
          TORCH_BOX((&Operator<check_sample, run_kernel<&Kernels::sample, SampleParams>>::run)));
   m.impl("verify",
          TORCH_BOX((&Operator<check_verify, run_kernel<&Kernels::verify, VerifyParams>>::run)));
-  m.impl("acceptance",
-         TORCH_BOX((&Operator<check_acceptance,
-                              run_kernel<&Kernels::acceptance, AcceptanceParams>>::run)));
-  m.impl("uniforms",
-         TORCH_BOX(
-             (&Operator<check_uniforms, run_kernel<&Kernels::uniforms, UniformsParams>>::run)));
+  m.impl(
+      "acceptance",
+      TORCH_BOX(
+          (&Operator<check_acceptance, run_kernel<&Kernels::acceptance, AcceptanceParams>>::run)));
+  m.impl(
+      "uniforms",
+      TORCH_BOX((&Operator<check_uniforms, run_kernel<&Kernels::uniforms, UniformsParams>>::run)));
 }

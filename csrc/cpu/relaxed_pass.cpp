@@ -63,7 +63,8 @@ void entropies(const ThreadPool& pool, const LawTask* tasks, const bool* active,
         return accumulate(groups, [&](int64_t i) {
           const VecF v = load<VecF>(x + i);
           // Masked again: 0 * -inf is NaN.
-          return weight(v) * keep_where((VecI)(v >= weight.threshold), (v - weight.reference) * scale);
+          return weight(v) *
+                 keep_where((VecI)(v >= weight.threshold), (v - weight.reference) * scale);
         });
       });
   for (int64_t r = 0; r < n; ++r) {

@@ -1,7 +1,7 @@
 // sample: one token per row from its law.
 //
-// Grid and traffic: law_pass.cpp, then draw.cpp (the row once more, and one tile). Writes 12 bytes a
-// row.
+// Grid and traffic: law_pass.cpp, then draw.cpp (the row once more, and one tile). Writes 12 bytes
+// a row.
 #include "../core/philox.h"
 #include "draw.h"
 #include "kernels.h"
@@ -16,8 +16,8 @@ double uniform_of(const SampleParams& p, int64_t b, bool* out_of_range) {
     return clamp_uniform(r.uniforms.data[b * r.uniforms.stride[0]], out_of_range);
   }
   return counter_uniform(r.seeds.data[b * r.seeds.stride[0]],
-                         r.positions.data[b * r.positions.stride[0]],
-                         static_cast<Domain>(p.domain), p.draft_index, r.stream);
+                         r.positions.data[b * r.positions.stride[0]], static_cast<Domain>(p.domain),
+                         p.draft_index, r.stream);
 }
 
 }  // namespace
@@ -43,9 +43,10 @@ void sample(const SampleParams& p, const ThreadPool& pool) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t token = draws[b].token;  // -1 where nothing could be drawn
     p.tokens[b] = token;
-    p.logprobs[b] = token < 0 ? NAN
-                              : static_cast<float>(law_log_probability(
-                                    tasks[b].law, row_value(tasks[b].row, token)));
+    p.logprobs[b] =
+        token < 0
+            ? NAN
+            : static_cast<float>(law_log_probability(tasks[b].law, row_value(tasks[b].row, token)));
   }
 }
 

@@ -1,4 +1,5 @@
-// How kernels reach torch's thread pool without a torch header: a pointer that register.cpp fills in.
+// How kernels reach torch's thread pool without a torch header: a pointer that register.cpp fills
+// in.
 #pragma once
 
 #include <cstdint>

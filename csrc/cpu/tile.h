@@ -1,8 +1,8 @@
 // One tile of a row: 4,096 entries seen as floats, and the sums that rules need over it.
 //
-// Every float reduction over the vocabulary runs tile by tile, with the same accumulators in the same
-// order, and tiles are combined in order: threads, batch and split never change a bit. A tile of
-// floats is 16 KiB, so that a second look at it comes from L1.
+// Every float reduction over the vocabulary runs tile by tile, with the same accumulators in the
+// same order, and tiles are combined in order: threads, batch and split never change a bit. A tile
+// of floats is 16 KiB, so that a second look at it comes from L1.
 #pragma once
 
 #include <cfloat>
@@ -68,9 +68,9 @@ inline void widen_tile(const uint16_t* source, int64_t n, float* out) {
   }
 }
 
-// The entries [tile * kTile, ...) of a row as floats, padded to `groups` whole groups with entries of
-// weight 0. `buffer` holds kTile floats; a full float32 tile is used where it lies. `excluded` (a
-// token, or -1) gets weight 0 too.
+// The entries [tile * kTile, ...) of a row as floats, padded to `groups` whole groups with entries
+// of weight 0. `buffer` holds kTile floats; a full float32 tile is used where it lies. `excluded`
+// (a token, or -1) gets weight 0 too.
 inline const float* view_tile(const Row& row, int64_t tile, int64_t groups, float* buffer,
                               int64_t excluded = -1) {
   const int64_t begin = tile * kTile;

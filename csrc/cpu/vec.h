@@ -87,11 +87,10 @@ inline bool all_lanes(VecI mask) {
   return all != 0;
 }
 
-// ---- 16-bit floats --------------------------------------------------------------------------------
+// ---- 16-bit floats
+// --------------------------------------------------------------------------------
 
-inline VecF widen_bfloat16(VecH bits) {
-  return (VecF)(__builtin_convertvector(bits, VecU) << 16);
-}
+inline VecF widen_bfloat16(VecH bits) { return (VecF)(__builtin_convertvector(bits, VecU) << 16); }
 
 // Exact for every float16: shift the fields into place, rebias by a multiplication (which also
 // normalises subnormals), and give infinities and NaN their exponent back.

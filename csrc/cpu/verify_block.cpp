@@ -10,12 +10,12 @@ namespace {
 
 // The chain of one request while its nodes are judged.
 struct Chain {
-  LawTask* targets;     // [gamma + 1]
-  LawTask* drafts;      // [gamma]
-  double* inflow;       // [gamma + 1], w of the paper
-  double* acceptance;   // [gamma + 1], h of the paper
-  bool* sampled;        // [gamma]
-  int64_t length = 0;   // the leaf
+  LawTask* targets;    // [gamma + 1]
+  LawTask* drafts;     // [gamma]
+  double* inflow;      // [gamma + 1], w of the paper
+  double* acceptance;  // [gamma + 1], h of the paper
+  bool* sampled;       // [gamma]
+  int64_t length = 0;  // the leaf
 };
 
 // Inflows from the root to the leaf. The leaf is where the draft ends, where a row has no law, or
@@ -68,7 +68,10 @@ void flow_up(const VerifyParams& p, const Request& r, Chain* chain, const double
       const int64_t token = column_at(p, r.b, i).token;
       mass = chain->inflow[i] * (1.0 - target_probability(chain->targets[i], token));
     }
-    chain->acceptance[i] = outflow(chain->inflow[i], mass);
+    Node node;
+    node.inflow = chain->inflow[i];
+    const ResidualCoefficients residual = residual_after_child(node, 1.0, chain->sampled[i]);
+    chain->acceptance[i] = close_child(node, residual, mass).inflow;
   }
   chain->acceptance[chain->length] = chain->inflow[chain->length];
 }
@@ -106,9 +109,9 @@ void verify_block(const VerifyParams& p, const ThreadPool& pool, Request* reques
   for (int64_t k = 0; k < n; ++k) {
     const Request& r = requests[k];
     Chain& chain = chains[k];
-    chain = Chain{tasks.data() + 2 * k * nodes,   tasks.data() + (2 * k + 1) * nodes,
-                  inflow.data() + k * nodes,      acceptance.data() + k * nodes,
-                  sampled.data() + k * nodes};
+    chain =
+        Chain{tasks.data() + 2 * k * nodes, tasks.data() + (2 * k + 1) * nodes,
+              inflow.data() + k * nodes, acceptance.data() + k * nodes, sampled.data() + k * nodes};
     for (int64_t i = 0; i < nodes; ++i) {
       chain.targets[i] = LawTask{};
       chain.drafts[i] = LawTask{};

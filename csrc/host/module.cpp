@@ -10,10 +10,10 @@ py::list split(const py::str& names) { return names.attr("split")(","); }
 
 py::dict build_info() {
   using py::literals::operator""_a;
-  return py::dict(
-      "compiler"_a = SPECDEC_COMPILER, "cxx_standard"_a = __cplusplus / 100 % 100,
-      "build_type"_a = SPECDEC_BUILD_TYPE, "cpu_variants"_a = split(SPECDEC_CPU_VARIANTS),
-      "torch"_a = SPECDEC_TORCH_VERSION, "torch_cuda"_a = SPECDEC_TORCH_CUDA_VERSION);
+  return py::dict("compiler"_a = SPECDEC_COMPILER, "cxx_standard"_a = __cplusplus / 100 % 100,
+                  "build_type"_a = SPECDEC_BUILD_TYPE,
+                  "cpu_variants"_a = split(SPECDEC_CPU_VARIANTS), "torch"_a = SPECDEC_TORCH_VERSION,
+                  "torch_cuda"_a = SPECDEC_TORCH_CUDA_VERSION);
 }
 
 }  // namespace

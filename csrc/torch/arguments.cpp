@@ -64,8 +64,7 @@ SamplingParams target_sampling(const Checker& check, const OptionalTensor& tempe
                                const OptionalTensor& top_k, const OptionalTensor& top_p,
                                const OptionalTensor& min_p, int64_t batch) {
   return check_sampling(
-      check, {temperature, top_k, top_p, min_p, {"temperature", "top_k", "top_p", "min_p"}},
-      batch);
+      check, {temperature, top_k, top_p, min_p, {"temperature", "top_k", "top_p", "min_p"}}, batch);
 }
 
 // The draft's own parameters where given, the target's elsewhere.
@@ -73,14 +72,14 @@ SamplingParams draft_sampling(const Checker& check, const OptionalTensor& temper
                               const OptionalTensor& top_k, const OptionalTensor& top_p,
                               const OptionalTensor& min_p, const SamplingParams& target,
                               int64_t batch) {
-  SamplingParams p = check_sampling(
-      check,
-      {temperature,
-       top_k,
-       top_p,
-       min_p,
-       {"draft_temperature", "draft_top_k", "draft_top_p", "draft_min_p"}},
-      batch);
+  SamplingParams p =
+      check_sampling(check,
+                     {temperature,
+                      top_k,
+                      top_p,
+                      min_p,
+                      {"draft_temperature", "draft_top_k", "draft_top_p", "draft_min_p"}},
+                     batch);
   if (!temperature.has_value()) p.temperature = target.temperature;
   if (!top_k.has_value()) p.top_k = target.top_k;
   if (!top_p.has_value()) p.top_p = target.top_p;
@@ -223,38 +222,39 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
   p.draft_tokens = check.ids(draft_tokens, "draft_tokens", "[B, G]", {-1, -1});
   const int64_t batch = draft_tokens.size(0);
   const int64_t gamma = draft_tokens.size(1);
-  check.require(gamma <= kMaxGamma, "draft_tokens must have at most 65534 columns, got " +
-                                        describe(draft_tokens));
+  check.require(gamma <= kMaxGamma,
+                "draft_tokens must have at most 65534 columns, got " + describe(draft_tokens));
   p.batch = batch;
   p.gamma = gamma;
-  p.target = check_rows(check, target_logits, "target_logits", "[B, G+1, V]", "[R, V]",
-                        target_rows, "target_rows", "[B, G+1]", batch, gamma + 1);
+  p.target = check_rows(check, target_logits, "target_logits", "[B, G+1, V]", "[R, V]", target_rows,
+                        "target_rows", "[B, G+1]", batch, gamma + 1);
 
   const bool has_filters = draft_temperature.has_value() || draft_top_k.has_value() ||
                            draft_top_p.has_value() || draft_min_p.has_value();
   check.require(!draft_logits.has_value() || !draft_probs.has_value(),
                 "expected at most one of draft_logits and draft_probs, got both");
-  check.require(!draft_probs.has_value() || !has_filters,
-                "draft_temperature, draft_top_k, draft_top_p and draft_min_p apply to draft_logits, "
-                "got draft_probs");
+  check.require(
+      !draft_probs.has_value() || !has_filters,
+      "draft_temperature, draft_top_k, draft_top_p and draft_min_p apply to draft_logits, "
+      "got draft_probs");
   const OptionalTensor& draft = draft_logits.has_value() ? draft_logits : draft_probs;
   check.require(draft.has_value() || (!has_filters && !draft_rows.has_value()),
                 "draft_rows and draft_ sampling parameters need draft_logits or draft_probs, got "
                 "neither");
   if (draft.has_value()) {
-    p.draft = check_rows(check, *draft, draft_logits.has_value() ? "draft_logits" : "draft_probs",
-                         "[B, G, Vd]", "[Rd, Vd]", draft_rows, "draft_rows", "[B, G]", batch,
-                         gamma);
+    p.draft =
+        check_rows(check, *draft, draft_logits.has_value() ? "draft_logits" : "draft_probs",
+                   "[B, G, Vd]", "[Rd, Vd]", draft_rows, "draft_rows", "[B, G]", batch, gamma);
     p.draft_is_probs = draft_probs.has_value();
   }
   p.draft_kinds = check.bytes(draft_kinds, "draft_kinds", "[B, G]", {batch, gamma});
   p.draft_lengths = check.ids(draft_lengths, "draft_lengths", "[B]", {batch});
   p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
-  p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p,
-                                    draft_min_p, p.target_sampling, batch);
+  p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
+                                    p.target_sampling, batch);
   const bool random = p.rule != Rule::kGreedy && p.rule != Rule::kTopBeta;
-  p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, gamma + 1,
-                                  random);
+  p.randomness =
+      check_randomness(check, uniforms, seeds, positions, stream, batch, gamma + 1, random);
   p.full_accept_probs = full_accept_probs;
   p.raw_logprobs = raw_logprobs;
 
@@ -287,8 +287,8 @@ AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
   p.target = dense_rows(target_logits);
   p.draft = dense_rows(draft_logits);
   p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, rows);
-  p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p,
-                                    draft_min_p, p.target_sampling, rows);
+  p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
+                                    p.target_sampling, rows);
   p.acceptance = data_of<float>(call.outputs);
   return call;
 }

@@ -1,5 +1,5 @@
-// Arguments of every operator: checked once, here, for all backends, and turned into the plain structs
-// of core/params.h together with freshly allocated outputs.
+// Arguments of every operator: checked once, here, for all backends, and turned into the plain
+// structs of core/params.h together with freshly allocated outputs.
 //
 // What is wrong raises std::invalid_argument, which Python sees as ValueError: the argument's name,
 // what was expected (shapes in symbols) and what came.
@@ -18,8 +18,8 @@ namespace specdec {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// What a backend needs to run an operator, and what it returns. The tensors that `params` points into
-// belong to the caller's stack.
+// What a backend needs to run an operator, and what it returns. The tensors that `params` points
+// into belong to the caller's stack.
 template <typename P, typename Outputs>
 struct Call {
   using Params = P;

@@ -59,9 +59,10 @@ std::string sizes_known(Shape shape) {
 
 std::string device_name(const Tensor& t) {
   const auto device = t.device();
-  const std::string type = device.type() == torch::headeronly::DeviceType::CPU    ? "cpu"
-                           : device.type() == torch::headeronly::DeviceType::CUDA ? "cuda"
-                                                                                  : "another device";
+  const std::string type = device.type() == torch::headeronly::DeviceType::CPU ? "cpu"
+                           : device.type() == torch::headeronly::DeviceType::CUDA
+                               ? "cuda"
+                               : "another device";
   return device.has_index() ? type + ":" + std::to_string(device.index()) : type;
 }
 
@@ -162,8 +163,7 @@ Array<double> Checker::doubles(const std::optional<Tensor>& t, const char* name,
   return array<double>(t, name, symbols, "float64", ScalarType::Double, shape);
 }
 
-Array<int64_t> Checker::longs(const std::optional<Tensor>& t, const char* name,
-                              Shape shape) const {
+Array<int64_t> Checker::longs(const std::optional<Tensor>& t, const char* name, Shape shape) const {
   return array<int64_t>(t, name, "[B]", "int64", ScalarType::Long, shape);
 }
 

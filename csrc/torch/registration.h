@@ -1,5 +1,5 @@
-// Makes an operator of its two halves: the check that builds its parameters and the kernel that runs
-// on them. The operator's parameter list is that of the check, written once.
+// Makes an operator of its two halves: the check that builds its parameters and the kernel that
+// runs on them. The operator's parameter list is that of the check, written once.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,0 +1,78 @@
+# make demo | test | bench | lint | cuda-gate | clean: each sets up all that it needs.
+#
+# Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
+# CI=true always a fresh .venv, so that nothing installed by hand hides a missing step.
+# PYTHON=python3.12 chooses the interpreter. pip's own variables work as usual; for a small torch
+# without CUDA: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+TORCH := torch==2.13.0
+BUILD_TOOLS := 'setuptools>=77' 'cmake>=3.26' ninja 'pybind11>=2.13'
+PYTHON ?= python3
+
+# ---- environment ---------------------------------------------------------------------------------
+
+# "<torch version>-<id of the environment>" where the active environment will do, else empty.
+ifneq ($(CI),true)
+ACTIVE := $(shell $(PYTHON) -c 'import sys, zlib; from importlib.metadata import version; \
+  v = version("torch"); fits = tuple(map(int, v.split(".")[:2])) >= (2, 11); \
+  print(f"{v}-{zlib.crc32(sys.prefix.encode()):08x}" if fits else "")' 2>/dev/null)
+endif
+
+ifneq ($(ACTIVE),)
+PY := $(PYTHON)
+READY := build/ready-$(ACTIVE)
+else
+PY := .venv/bin/python
+READY := .venv/ready
+$(READY): .venv/pyvenv.cfg
+endif
+NATIVE := $(READY)-native
+
+.PHONY: demo test bench lint cuda-gate clean FORCE
+.DELETE_ON_ERROR:
+
+demo: $(NATIVE)
+	$(PY) -m specdec_ext demo
+
+ifeq ($(CI),true)
+.PHONY: .venv/pyvenv.cfg
+endif
+.venv/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 needed" if sys.version_info < (3, 10) else 0)'
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+
+$(READY): pyproject.toml setup.py
+	$(PY) -m pip install --quiet $(if $(ACTIVE),,$(TORCH)) $(BUILD_TOOLS)
+	$(PY) -m pip install --quiet --no-build-isolation -e '.[hf,bench,dev]'
+	@mkdir -p $(@D) && touch $@
+
+# Editing C++ costs an incremental build; nothing changed, nothing runs.
+$(NATIVE): $(READY) CMakeLists.txt $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h) \
+           $(if $(wildcard specdec_ext/_C.so),,FORCE)
+	$(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+# ---- jobs ----------------------------------------------------------------------------------------
+
+# One torch thread per worker: on two cores, two workers end sooner than two threads.
+test: $(NATIVE)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8
+
+bench: $(NATIVE)
+	$(PY) benchmarks/bench_verify.py --quick
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -c 'import clang_format; clang_format.clang_format()' --dry-run --Werror \
+	  $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
+
+cuda-gate: $(READY)
+	$(PY) -m cmake -S . -B build/cuda-gate -DSPECDEC_CUDA_GATE=ON
+	$(PY) -m cmake --build build/cuda-gate
+
+clean:
+	rm -rf build/cmake-* build/cuda-gate build/ready-* build/lib* build/bdist* .venv/ready*
+	rm -f specdec_ext/*.so

@@ -1,0 +1,62 @@
+"""Speculative-decoding verification as PyTorch operators.
+
+`verify` takes the raw logits of a target model and a draft and returns the tokens to emit;
+`row_law`, `sample`, `acceptance` and `uniforms` are what a decoding loop needs beside it, and
+`generate` is such a loop. ``torch.ops.specdec`` holds the operators themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .backend import load_libraries
+
+load_libraries()
+
+from . import _fake as _fake  # noqa: E402
+from .ops import (  # noqa: E402
+    STATUS_INVALID_DRAFT_TOKEN,
+    STATUS_INVALID_TREE,
+    STATUS_NO_DRAFT_LAW,
+    STATUS_NO_TARGET_LAW,
+    STATUS_PARAMETER_OUT_OF_RANGE,
+    RowLaw,
+    SampleResult,
+    VerifyResult,
+    acceptance,
+    row_law,
+    sample,
+    uniforms,
+    verify,
+)
+
+if TYPE_CHECKING:
+    from .decoding import generate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "STATUS_INVALID_DRAFT_TOKEN",
+    "STATUS_INVALID_TREE",
+    "STATUS_NO_DRAFT_LAW",
+    "STATUS_NO_TARGET_LAW",
+    "STATUS_PARAMETER_OUT_OF_RANGE",
+    "RowLaw",
+    "SampleResult",
+    "VerifyResult",
+    "acceptance",
+    "generate",
+    "row_law",
+    "sample",
+    "uniforms",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The generation loop is loaded when it is first asked for: operators alone do without it.
+    if name == "generate":
+        from .decoding import generate
+
+        return generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,30 @@
+"""``python -m specdec_ext <command>``: demo or info."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import demo, info
+
+COMMANDS = {
+    "demo": (demo, "generate with and without speculation, and compare"),
+    "info": (info, "versions, backends present and absent, CPU capability chosen"),
+}
+
+
+def main() -> int:
+    """Run the subcommand that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m specdec_ext", description=__doc__)
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    for name, (module, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=module.__doc__)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    args = parser.parse_args()
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

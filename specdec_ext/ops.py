@@ -1,0 +1,728 @@
+"""The public operators: types, scalars and randomness on this side, checks and kernels in C++.
+
+Words (as in vLLM's rejection sampler). *target* is the model whose law is to be emitted, *draft*
+what proposed tokens. A request drafts tokens ``x_1 .. x_G``. *Accepted* tokens are draft tokens
+that are kept; then exactly one more token is emitted: the *residual* token (vLLM: recovered) after
+a rejection, the *bonus* token after full acceptance. Tokens emitted = accepted + 1.
+
+Shapes: B requests, G draft positions, V target vocabulary, Vd draft vocabulary, R rows.
+
+All functions take sampling parameters as Python numbers (expanded to every request), sequences or
+tensors (passed on untouched). A call made of tensors traces under
+``torch.compile(fullgraph=True)``. Outputs never require grad.
+
+Errors, all functions: TypeError for an argument that is neither a tensor nor the number it should
+be; ValueError for a wrong dtype, shape, combination of arguments or a number out of range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .backend import resolve
+
+__all__ = [
+    "RULES",
+    "STATUS_INVALID_DRAFT_TOKEN",
+    "STATUS_INVALID_TREE",
+    "STATUS_NO_DRAFT_LAW",
+    "STATUS_NO_TARGET_LAW",
+    "STATUS_PARAMETER_OUT_OF_RANGE",
+    "RowLaw",
+    "SampleResult",
+    "VerifyResult",
+    "acceptance",
+    "row_law",
+    "sample",
+    "uniforms",
+    "verify",
+]
+
+#: The target row that decided has NaN, +inf or nothing but -inf: token 0 was emitted there.
+STATUS_NO_TARGET_LAW = 1
+#: A draft token outside [0, max(V, Vd)) other than -1, or an unknown kind: the draft ends there.
+STATUS_INVALID_DRAFT_TOKEN = 2
+#: A draft row without a law, or q(x) = 0 at a sampled token: the draft ends there.
+STATUS_NO_DRAFT_LAW = 4
+#: A parameter, length or uniform out of range: replaced by T = 1, no filter, or clamped.
+STATUS_PARAMETER_OUT_OF_RANGE = 8
+#: An invalid tree: nothing accepted, the token drawn from the root's law.
+STATUS_INVALID_TREE = 16
+
+Floats: TypeAlias = "Tensor | float | Sequence[float] | None"
+Ints: TypeAlias = "Tensor | int | Sequence[int] | None"
+
+#: Names that `verify` takes as its rule.
+RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical")
+_RULES_WITHOUT_RANDOMNESS = ("greedy", "top_beta")
+
+
+class RowLaw(NamedTuple):
+    """The law of each row: p(x) = exp(scale * (logit - max) - log_z) where logit >= cutoff, else 0.
+
+    A row without a law (NaN, +inf, all -inf) or with a parameter out of range is NaN throughout,
+    with an argmax of -1. T = 0 is scale +inf, cutoff max, log_z 0: the point mass at argmax.
+    """
+
+    #: [R] float32, the largest logit.
+    max: Tensor
+    #: [R] float64, 1 / temperature.
+    scale: Tensor
+    #: [R] float32, a raw logit: what is below has probability 0. -inf without filters.
+    cutoff: Tensor
+    #: [R] float64, nats, relative to max.
+    log_z: Tensor
+    #: [R] int64, the lowest index of the largest logit.
+    argmax: Tensor
+
+
+class SampleResult(NamedTuple):
+    """What `sample` returns."""
+
+    #: [B] int64, -1 where nothing could be drawn.
+    tokens: Tensor
+    #: [B] float32, nats, under the filtered law. 0 at T = 0, NaN where nothing could be drawn.
+    logprobs: Tensor
+
+
+class VerifyResult(NamedTuple):
+    """What `verify` returns."""
+
+    #: [B, G+1] int64: accepted tokens, then the residual or bonus token, then -1.
+    tokens: Tensor
+    #: [B] int32.
+    num_accepted: Tensor
+    #: [B, G+1] float32, nats, of what is emitted; NaN after the end.
+    logprobs: Tensor
+    #: [B, G] float32, the threshold of each draft position's coin; NaN where it was not computed.
+    accept_probs: Tensor
+    #: [B] int32, a set of ``STATUS_`` bits; 0 where all went well.
+    status: Tensor
+
+
+# -------------------------------------------------------------------------------------------------
+# Arguments
+# -------------------------------------------------------------------------------------------------
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _check_tensors(op: str, optional: bool, **values: object) -> None:
+    for name, value in values.items():
+        if not (isinstance(value, Tensor) or (optional and value is None)):
+            wanted = "a Tensor or None" if optional else "a Tensor"
+            raise TypeError(f"{op}: {name} must be {wanted}, got {_kind(value)}")
+
+
+def _check_ints(op: str, **values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, Integral)):
+            raise TypeError(f"{op}: {name} must be an int, got {_kind(value)}")
+
+
+def _check_floats(op: str, **values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
+            raise TypeError(f"{op}: {name} must be a number, got {_kind(value)}")
+
+
+def _check_bools(op: str, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} must be a bool, got {_kind(value)}")
+
+
+def _is_number(value: object, integral: bool) -> bool:
+    types = (int, Integral) if integral else (float, int, Real)
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+def _per_request(op: str, name: str, value: Any, batch: int, device: torch.device) -> Tensor | None:
+    """Make a number or a sequence a [B] tensor, float32 or for top_k int64. Tensors stay as is."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    integral = name.endswith("top_k")
+    dtype = torch.int64 if integral else torch.float32
+    if _is_number(value, integral):
+        return torch.full((batch,), value, dtype=dtype, device=device)
+    if isinstance(value, (list, tuple)) and all(_is_number(v, integral) for v in value):
+        return torch.tensor(value, dtype=dtype, device=device)
+    number = "int" if integral else "number"
+    wanted = f"a Tensor, a {number}, a list or tuple of them, or None".replace("a int", "an int")
+    raise TypeError(f"{op}: {name} must be {wanted}, got {_kind(value)}")
+
+
+def _batch(tensor: Tensor) -> int:
+    # A 0-d tensor is refused by the operator, which names the shape it wants.
+    return tensor.shape[0] if tensor.dim() > 0 else 1
+
+
+def _randomness(
+    op: str,
+    uniforms: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    generator: torch.Generator | None,
+    needed: bool,
+    batch: int,
+    device: torch.device,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Seeds and positions as given, or fresh ones where the caller gave no randomness at all."""
+    _check_tensors(op, True, uniforms=uniforms, seeds=seeds, positions=positions)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"{op}: generator must be a torch.Generator or None, got {_kind(generator)}"
+        )
+    if uniforms is not None or seeds is not None:
+        if generator is not None:
+            given = "uniforms" if uniforms is not None else "seeds"
+            raise ValueError(f"{op}: generator must be None where {given} are given")
+        return seeds, positions
+    if not needed:
+        return seeds, positions
+    if generator is None:  # its own call: only this one traces with a symbolic batch
+        seeds = torch.randint(2**63 - 1, (batch,), dtype=torch.int64, device=device)
+    else:
+        where = generator.device
+        seeds = torch.randint(
+            2**63 - 1, (batch,), dtype=torch.int64, device=where, generator=generator
+        ).to(device)
+    if positions is None:
+        positions = torch.zeros(batch, dtype=torch.int64, device=device)
+    return seeds, positions
+
+
+# -------------------------------------------------------------------------------------------------
+# Operators, in csrc/library.cpp's order
+# -------------------------------------------------------------------------------------------------
+
+
+def row_law(
+    logits: Tensor,
+    *,
+    temperature: Floats = None,
+    top_k: Ints = None,
+    top_p: Floats = None,
+    min_p: Floats = None,
+    backend: str = "auto",
+) -> RowLaw:
+    """Reduce every logits row and its filters to the five scalars of a probability law.
+
+    p(x) = exp(scale * (logit_x - max) - log_z) where logit_x >= cutoff, else 0. Filters apply in
+    the order top-k, top-p (on the renormalised top-k set), min-p, and ties at a threshold are all
+    kept. No sort: radix selection, with fixed-point masses for top-p, so that the result depends
+    neither on the number of threads nor on the batch.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[R, V]`` raw logits, float32, bfloat16 or float16, unit stride on V. -inf is a legal mask.
+    temperature : Tensor or number or sequence, optional
+        ``[R]`` float32, default 1. Below 1e-6: the point mass at the arg max (lowest index).
+    top_k : Tensor or int or sequence, optional
+        ``[R]`` int32 or int64. Off where <= 0 or >= V.
+    top_p : Tensor or number or sequence, optional
+        ``[R]`` float32. A token stays if the mass strictly more likely than it is < top_p; the top
+        entry and its ties always stay. Off where >= 1.
+    min_p : Tensor or number or sequence, optional
+        ``[R]`` float32. A token stays if p(x) >= min_p * max p. Off where <= 0.
+    backend : {"auto", "cpu", "reference"}
+        "auto" follows the tensors' device. An explicit choice never falls back. "reference" is
+        float64 PyTorch, slow, and checks no shapes.
+
+    Returns
+    -------
+    RowLaw
+        ``max`` [R] float32, ``scale`` [R] float64, ``cutoff`` [R] float32 (a raw logit), ``log_z``
+        [R] float64 (nats, relative to max), ``argmax`` [R] int64. NaN and -1 where the row has no
+        law (NaN, +inf, all -inf) or a parameter is out of range (T negative, NaN or inf; top_p NaN
+        or negative; min_p NaN or above 1).
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither a tensor nor a number.
+    ValueError
+        A dtype or shape that is not the one above.
+
+    References
+    ----------
+    Holtzman et al., "The curious case of neural text degeneration", arXiv 1904.09751, section 3.1
+    (top-p). Nguyen et al., "Turning up the heat: min-p sampling", arXiv 2407.01082, section 3.
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> logits = torch.tensor([[0.0, 1.0, 2.0, 1.0]])
+    >>> law = specdec_ext.row_law(logits, temperature=0.5, top_k=2)
+    >>> law.max, law.scale, law.cutoff, law.argmax  # two tokens tie for rank 2: both stay
+    (tensor([2.]), tensor([2.], dtype=torch.float64), tensor([1.]), tensor([2]))
+    >>> weights = torch.where(logits >= law.cutoff, (law.scale * (logits - law.max)).exp(), 0)
+    >>> (weights / law.log_z.exp()).float()
+    tensor([[0.0000, 0.1065, 0.7870, 0.1065]])
+    """
+    _check_tensors("row_law", False, logits=logits)
+    rows, device = _batch(logits), logits.device
+    operators = resolve("row_law", backend, device)
+    return RowLaw(
+        *operators.row_law(
+            logits,
+            temperature=_per_request("row_law", "temperature", temperature, rows, device),
+            top_k=_per_request("row_law", "top_k", top_k, rows, device),
+            top_p=_per_request("row_law", "top_p", top_p, rows, device),
+            min_p=_per_request("row_law", "min_p", min_p, rows, device),
+        )
+    )
+
+
+def sample(
+    logits: Tensor,
+    uniforms: Tensor | None = None,
+    *,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    draft_index: int = 0,
+    domain: int = 2,
+    stream: int = 0,
+    temperature: Floats = None,
+    top_k: Ints = None,
+    top_p: Floats = None,
+    min_p: Floats = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+) -> SampleResult:
+    """Draw one token per row from the row's law.
+
+    The token is distributed as softmax(logits / temperature) after top-k, top-p and min-p, to
+    within 2^-40 of a weight: an inverse CDF in integers, weights floor(2^40 exp((logit - max) /
+    T)), the lowest index whose prefix sum exceeds u times the total. It always has positive
+    probability.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[B, V]`` raw logits, float32, bfloat16 or float16, unit stride on V.
+    uniforms : Tensor, optional
+        ``[B]`` float64 in [0, 1).
+    seeds, positions : Tensor, optional
+        ``[B]`` int64 each, instead of uniforms: Philox4x32-10 with the seed as key and counter (0,
+        position, draft_index | domain << 16 | stream << 24). A position is the absolute position of
+        the first token that this round drafts; it must grow from round to round.
+    draft_index : int
+        Which token of the round this is, in [0, 65536).
+    domain : int
+        2 (default) for a draft model's draws, 1 for draws from a target law outside `verify`. Never
+        draw both from one domain: shared noise biases what is emitted.
+    stream : int
+        In [0, 256), different for every level of a hierarchy of models.
+    temperature, top_k, top_p, min_p : optional
+        ``[B]`` as in `row_law`.
+    generator : torch.Generator, optional
+        Draws fresh seeds, at position 0, where neither uniforms nor seeds are given; the default
+        generator of the device if None.
+    backend : {"auto", "cpu", "reference"}
+        As in `row_law`.
+
+    Returns
+    -------
+    SampleResult
+        ``tokens`` [B] int64; ``logprobs`` [B] float32, nats, under the filtered law (0 at T = 0).
+        Token -1 and NaN where the row has no law, a parameter is out of range (see `row_law`) or
+        the uniform is outside [0, 1): there is no status here, and never a silently wrong token. At
+        T = 0 uniforms are not read.
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither a tensor nor a number.
+    ValueError
+        A wrong dtype or shape; uniforms together with seeds or a generator; seeds without
+        positions; a domain other than 1 and 2; draft_index or stream out of range.
+
+    References
+    ----------
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox).
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> logits = torch.tensor([[0.125, 0.25, 0.625]]).log().repeat(3, 1)
+    >>> u = torch.tensor([0.12, 0.13, 0.38], dtype=torch.float64)
+    >>> specdec_ext.sample(logits, u).tokens  # prefix sums .125, .375, 1
+    tensor([0, 1, 2])
+    >>> specdec_ext.sample(logits, u, temperature=0).tokens
+    tensor([2, 2, 2])
+    """
+    _check_tensors("sample", False, logits=logits)
+    _check_ints("sample", draft_index=draft_index, domain=domain, stream=stream)
+    batch, device = _batch(logits), logits.device
+    operators = resolve("sample", backend, device)
+    seeds, positions = _randomness(
+        "sample", uniforms, seeds, positions, generator, True, batch, device
+    )
+    return SampleResult(
+        *operators.sample(
+            logits,
+            uniforms,
+            seeds=seeds,
+            positions=positions,
+            draft_index=draft_index,
+            domain=domain,
+            stream=stream,
+            temperature=_per_request("sample", "temperature", temperature, batch, device),
+            top_k=_per_request("sample", "top_k", top_k, batch, device),
+            top_p=_per_request("sample", "top_p", top_p, batch, device),
+            min_p=_per_request("sample", "min_p", min_p, batch, device),
+        )
+    )
+
+
+def verify(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_probs: Tensor | None = None,
+    draft_kinds: Tensor | None = None,
+    draft_lengths: Tensor | None = None,
+    target_rows: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    stream: int = 0,
+    temperature: Floats = None,
+    top_k: Ints = None,
+    top_p: Floats = None,
+    min_p: Floats = None,
+    draft_temperature: Floats = None,
+    draft_top_k: Ints = None,
+    draft_top_p: Floats = None,
+    draft_min_p: Floats = None,
+    rule: str = "block",
+    lenience: float = 1.0,
+    beta: int = 3,
+    tau: float = 1.0,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+    full_accept_probs: bool = False,
+    raw_logprobs: bool = False,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+) -> VerifyResult:
+    """Verify chains of draft tokens: raw logits in, tokens to emit out.
+
+    Softmax, temperature, filters, the accept tests, the residual and the final draw happen inside.
+    Under the lossless rules ("block", "token", "greedy") the emitted tokens are distributed exactly
+    as if the target had sampled them one by one from its filtered law, whatever the draft, given
+    that every sampled draft token was drawn from the draft law passed here and with other
+    randomness.
+
+    Rules:
+
+    - ``block`` (default): all coins are flipped, the last success wins. Accepts at least as many
+      tokens as any other lossless rule on a chain, in expectation. Sun et al., arXiv 2403.10444,
+      Algorithm 2.
+    - ``token``: accept while u q(x) < p(x). Leviathan et al., arXiv 2211.17192, Algorithm 1.
+    - ``greedy``: accept while x is the arg max. Ignores temperature, randomness and draft law.
+    - ``lenient``: token with lenience * q in place of q. Not lossless: no token gets above
+      p / lenience. At T = 0: accept while p(x) >= lenience * max p on the raw softmax. Leviathan et
+      al., appendix A.5.
+    - ``top_beta``: accept while x is among the ``beta`` best of the raw row and within ``tau`` nats
+      of the best; failure and bonus emit the best. Not lossless. Xia et al., arXiv 2203.16487, eq.
+      8-10.
+    - ``typical``: accept while p(x) > min(epsilon, delta exp(-entropy)); failure and bonus drawn
+      from p. Not lossless. Cai et al. (Medusa), arXiv 2401.10774, section 3.3.
+
+    A request at T = 0 is verified as under ``greedy`` in every rule except those two whose words
+    above say otherwise (lenient, top_beta).
+
+    Parameters
+    ----------
+    target_logits : Tensor
+        ``[B, G+1, V]`` raw logits, float32, bfloat16 or float16, unit stride on V; row i is the law
+        after i draft tokens. ``[R, V]`` with target_rows.
+    draft_tokens : Tensor
+        ``[B, G]`` int32 or int64. A draft ends at its first -1.
+    draft_logits : Tensor, optional
+        ``[B, G, Vd]`` raw logits, or ``[R, Vd]`` with draft_rows; row i is the one that token i + 1
+        was drawn from. Vd may differ from V: ids that only one of them has get 0 from the other.
+    draft_probs : Tensor, optional
+        Same shapes, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
+        Neither: a deterministic drafter.
+    draft_kinds : Tensor, optional
+        ``[B, G]`` int8: 1 for a token sampled from the draft law, 0 for one that was put there (a
+        point mass). Default: 1 where a draft law is given, else 0.
+    draft_lengths : Tensor, optional
+        ``[B]`` int32 or int64 in [0, G], default G. Columns after it are never read.
+    target_rows : Tensor, optional
+        ``[B, G+1]`` int32 or int64: target_logits is then packed, ``[R, V]``.
+    draft_rows : Tensor, optional
+        ``[B, G]`` int32 or int64: draft_logits or draft_probs is then packed, ``[R, Vd]``.
+    uniforms : Tensor, optional
+        ``[B, G+1]`` float64 in [0, 1): slot i - 1 is the coin of draft token i, slot G the final
+        draw.
+    seeds, positions : Tensor, optional
+        ``[B]`` int64 each, instead of uniforms: see `uniforms`. A position is the absolute position
+        of this call's first draft token; it must grow from call to call.
+    stream : int
+        In [0, 256), different for every level of a hierarchy of models.
+    temperature, top_k, top_p, min_p : optional
+        ``[B]`` as in `row_law`, of the target's law.
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
+        ``[B]``, of the draft's law: those that its tokens were really sampled with. By default the
+        target's. Only with draft_logits.
+    rule : str
+        See above.
+    lenience : float
+        In (0, 1], for "lenient".
+    beta : int
+        At least 1, for "top_beta".
+    tau : float
+        Nats, at least 0, for "top_beta".
+    epsilon, delta : float
+        Positive, for "typical".
+    full_accept_probs : bool
+        Also give the accept_probs that follow the first failure (rules other than "block", which
+        has them anyway).
+    raw_logprobs : bool
+        Report log softmax(target_logits), without temperature and filters.
+    generator : torch.Generator, optional
+        Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
+        and neither uniforms nor seeds are given; the default generator of the device if None.
+    backend : {"auto", "cpu", "reference"}
+        As in `row_law`.
+
+    Returns
+    -------
+    VerifyResult
+        ``tokens`` [B, G+1] int64: accepted tokens, then the residual or bonus token, then -1.
+        ``num_accepted`` [B] int32.
+        ``logprobs`` [B, G+1] float32, nats, of what is emitted, under the filtered target law; 0 at
+        T = 0, NaN after the end. "top_beta" reports raw ones.
+        ``accept_probs`` [B, G] float32: the threshold of each position's coin (0 or 1 where the
+        test is deterministic). NaN after the end of the draft, and after the first failure of a
+        rule that stops there. Under "block" it is h: accepted = the largest i with u_i < h_i.
+        ``status`` [B] int32: ``STATUS_`` bits; nothing that depends on values raises.
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither a tensor nor the number it should be.
+    ValueError
+        A wrong dtype or shape; an unknown rule; a number out of range; draft_logits together with
+        draft_probs; draft filters without draft_logits, draft_rows without a draft law; uniforms
+        together with seeds or a generator; seeds without positions.
+
+    See Also
+    --------
+    uniforms : the coins that seeds and positions stand for.
+    acceptance : how often one token of this draft would be accepted.
+
+    Examples
+    --------
+    Token 0 has target probability 0.3 and draft probability 0.8: accepted with 0.375.
+
+    >>> import torch, specdec_ext
+    >>> target_logits = torch.tensor([[[0.3, 0.7], [0.5, 0.5]]]).log()
+    >>> draft_logits = torch.tensor([[[0.8, 0.2]]]).log()
+    >>> draft_tokens = torch.tensor([[0]])
+    >>> u = torch.tensor([[0.37, 0.6]], dtype=torch.float64)
+    >>> result = specdec_ext.verify(target_logits, draft_tokens, draft_logits, uniforms=u)
+    >>> result.tokens, result.num_accepted, result.accept_probs  # accepted, then the bonus token
+    (tensor([[0, 1]]), tensor([1], dtype=torch.int32), tensor([[0.3750]]))
+    >>> u = torch.tensor([[0.38, 0.6]], dtype=torch.float64)
+    >>> specdec_ext.verify(target_logits, draft_tokens, draft_logits, uniforms=u).tokens
+    tensor([[ 1, -1]])
+    """
+    op = "verify"
+    _check_tensors(op, False, target_logits=target_logits, draft_tokens=draft_tokens)
+    _check_tensors(
+        op,
+        True,
+        draft_logits=draft_logits,
+        draft_probs=draft_probs,
+        draft_kinds=draft_kinds,
+        draft_lengths=draft_lengths,
+        target_rows=target_rows,
+        draft_rows=draft_rows,
+    )
+    _check_ints(op, stream=stream, beta=beta)
+    _check_floats(op, lenience=lenience, tau=tau, epsilon=epsilon, delta=delta)
+    _check_bools(op, full_accept_probs=full_accept_probs, raw_logprobs=raw_logprobs)
+    if not isinstance(rule, str):
+        raise TypeError(f"{op}: rule must be a str, got {_kind(rule)}")
+    batch, device = _batch(draft_tokens), target_logits.device
+    operators = resolve(op, backend, device)
+    needed = rule not in _RULES_WITHOUT_RANDOMNESS
+    seeds, positions = _randomness(op, uniforms, seeds, positions, generator, needed, batch, device)
+    return VerifyResult(
+        *operators.verify(
+            target_logits,
+            draft_tokens,
+            draft_logits,
+            draft_probs=draft_probs,
+            draft_kinds=draft_kinds,
+            draft_lengths=draft_lengths,
+            target_rows=target_rows,
+            draft_rows=draft_rows,
+            uniforms=uniforms,
+            seeds=seeds,
+            positions=positions,
+            stream=stream,
+            temperature=_per_request(op, "temperature", temperature, batch, device),
+            top_k=_per_request(op, "top_k", top_k, batch, device),
+            top_p=_per_request(op, "top_p", top_p, batch, device),
+            min_p=_per_request(op, "min_p", min_p, batch, device),
+            draft_temperature=_per_request(
+                op, "draft_temperature", draft_temperature, batch, device
+            ),
+            draft_top_k=_per_request(op, "draft_top_k", draft_top_k, batch, device),
+            draft_top_p=_per_request(op, "draft_top_p", draft_top_p, batch, device),
+            draft_min_p=_per_request(op, "draft_min_p", draft_min_p, batch, device),
+            rule=rule,
+            lenience=lenience,
+            beta=beta,
+            tau=tau,
+            epsilon=epsilon,
+            delta=delta,
+            full_accept_probs=full_accept_probs,
+            raw_logprobs=raw_logprobs,
+        )
+    )
+
+
+def acceptance(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    *,
+    temperature: Floats = None,
+    top_k: Ints = None,
+    top_p: Floats = None,
+    min_p: Floats = None,
+    draft_temperature: Floats = None,
+    draft_top_k: Ints = None,
+    draft_top_p: Floats = None,
+    draft_min_p: Floats = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute sum_x min(p(x), q(x)) of two laws, row by row.
+
+    It is the probability that one token sampled from q is accepted: the beta of Leviathan et al.,
+    whose mean over contexts is alpha, and 1 - D_LK(p, q), one minus the total variation distance.
+
+    Parameters
+    ----------
+    target_logits : Tensor
+        ``[R, V]`` raw logits, float32, bfloat16 or float16, unit stride on V.
+    draft_logits : Tensor
+        ``[R, Vd]`` raw logits. An id that only one vocabulary has contributes nothing.
+    temperature, top_k, top_p, min_p : optional
+        ``[R]`` as in `row_law`, of the target's law.
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
+        ``[R]``, of the draft's law; by default the target's.
+    backend : {"auto", "cpu", "reference"}
+        As in `row_law`.
+
+    Returns
+    -------
+    Tensor
+        ``[R]`` float32 in [0, 1]. NaN where a row has no law or a parameter is out of range.
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither a tensor nor a number.
+    ValueError
+        A dtype or shape that is not the one above.
+
+    References
+    ----------
+    Leviathan et al., "Fast inference from transformers via speculative decoding", arXiv 2211.17192,
+    section 3.2, theorem 3.5.
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> target_logits = torch.tensor([[0.3, 0.7]]).log()
+    >>> draft_logits = torch.tensor([[0.8, 0.2]]).log()
+    >>> specdec_ext.acceptance(target_logits, draft_logits)  # min(.3, .8) + min(.7, .2)
+    tensor([0.5000])
+    """
+    op = "acceptance"
+    _check_tensors(op, False, target_logits=target_logits, draft_logits=draft_logits)
+    rows, device = _batch(target_logits), target_logits.device
+    operators = resolve(op, backend, device)
+    found: Tensor = operators.acceptance(
+        target_logits,
+        draft_logits,
+        temperature=_per_request(op, "temperature", temperature, rows, device),
+        top_k=_per_request(op, "top_k", top_k, rows, device),
+        top_p=_per_request(op, "top_p", top_p, rows, device),
+        min_p=_per_request(op, "min_p", min_p, rows, device),
+        draft_temperature=_per_request(op, "draft_temperature", draft_temperature, rows, device),
+        draft_top_k=_per_request(op, "draft_top_k", draft_top_k, rows, device),
+        draft_top_p=_per_request(op, "draft_top_p", draft_top_p, rows, device),
+        draft_min_p=_per_request(op, "draft_min_p", draft_min_p, rows, device),
+    )
+    return found
+
+
+def uniforms(
+    seeds: Tensor, positions: Tensor, n: int, *, stream: int = 0, backend: str = "auto"
+) -> Tensor:
+    """Compute the uniforms that `verify` draws from seeds and positions, G = n - 1.
+
+    ``verify(seeds=s, positions=p)`` equals ``verify(uniforms=uniforms(s, p, G + 1))`` bit for bit.
+    The uniforms are i.i.d. on the multiples of 2^-53 in [0, 1), fresh for every (seed, position,
+    stream): Philox4x32-10 with the seed as key; slot i - 1 is the coin of draft token i, counter
+    (0, position, i | stream << 24), slot n - 1 the final draw, counter (0, position, 1 << 16 |
+    stream << 24).
+
+    Parameters
+    ----------
+    seeds, positions : Tensor
+        ``[B]`` int64 each; all 64 bits count.
+    n : int
+        Slots per request, at least 1.
+    stream : int
+        In [0, 256), different for every level of a hierarchy of models.
+    backend : {"auto", "cpu", "reference"}
+        As in `row_law`.
+
+    Returns
+    -------
+    Tensor
+        ``[B, n]`` float64 in [0, 1).
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither a tensor nor an int.
+    ValueError
+        A wrong dtype or shape; n or stream out of range.
+
+    References
+    ----------
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> specdec_ext.uniforms(torch.tensor([1, 2]), torch.tensor([0, 0]), 3)
+    tensor([[0.1173, 0.4194, 0.5779],
+            [0.6029, 0.0513, 0.7861]], dtype=torch.float64)
+    """
+    op = "uniforms"
+    _check_tensors(op, False, seeds=seeds, positions=positions)
+    _check_ints(op, n=n, stream=stream)
+    operators = resolve(op, backend, seeds.device)
+    found: Tensor = operators.uniforms(seeds, positions, n, stream=stream)
+    return found
