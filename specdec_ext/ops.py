@@ -121,15 +121,20 @@ def _check_tensors(op: str, optional: bool, **values: object) -> None:
             raise TypeError(f"{op}: {name} must be {wanted}, got {_kind(value)}")
 
 
+def _is_number(value: object, integral: bool = False) -> bool:
+    types = (int, Integral) if integral else (float, int, Real)
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
 def _check_ints(op: str, **values: object) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, Integral)):
+        if not _is_number(value, integral=True):
             raise TypeError(f"{op}: {name} must be an int, got {_kind(value)}")
 
 
 def _check_floats(op: str, **values: object) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
+        if not _is_number(value):
             raise TypeError(f"{op}: {name} must be a number, got {_kind(value)}")
 
 
@@ -137,11 +142,6 @@ def _check_bools(op: str, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TypeError(f"{op}: {name} must be a bool, got {_kind(value)}")
-
-
-def _is_number(value: object, integral: bool) -> bool:
-    types = (int, Integral) if integral else (float, int, Real)
-    return isinstance(value, types) and not isinstance(value, bool)
 
 
 def _per_request(op: str, name: str, value: Any, batch: int, device: torch.device) -> Tensor | None:
@@ -154,9 +154,11 @@ def _per_request(op: str, name: str, value: Any, batch: int, device: torch.devic
         return torch.full((batch,), value, dtype=dtype, device=device)
     if isinstance(value, (list, tuple)) and all(_is_number(v, integral) for v in value):
         return torch.tensor(value, dtype=dtype, device=device)
-    number = "int" if integral else "number"
-    wanted = f"a Tensor, a {number}, a list or tuple of them, or None".replace("a int", "an int")
-    raise TypeError(f"{op}: {name} must be {wanted}, got {_kind(value)}")
+    number = "an int" if integral else "a number"
+    raise TypeError(
+        f"{op}: {name} must be a Tensor, {number}, a list or tuple of them, or None, "
+        f"got {_kind(value)}"
+    )
 
 
 def _batch(tensor: Tensor) -> int:
@@ -325,8 +327,8 @@ def sample(
     temperature, top_k, top_p, min_p : optional
         ``[B]`` as in `row_law`.
     generator : torch.Generator, optional
-        Draws fresh seeds, at position 0, where neither uniforms nor seeds are given; the default
-        generator of the device if None.
+        Draws fresh seeds, at position 0 unless positions are given, where neither uniforms nor
+        seeds are given; the default generator of the device if None.
     backend : {"auto", "cpu", "reference"}
         As in `row_law`.
 

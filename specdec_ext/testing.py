@@ -575,6 +575,7 @@ def exact_law(
     stop: Callable[[tuple[int, ...]], bool] | None = None,
     ending: str = "lengths",
     as_probs: bool = False,
+    poison: bool = True,
     shared_coins: bool = False,
     bits: int = 40,
     **options: Any,
@@ -595,11 +596,14 @@ def exact_law(
         ``[G]``: 1 a sampled draft token, 0 a deterministic one (the arg max of `drawn`); passed as
         ``draft_kinds``. Not passed by default (all sampled).
     stop : callable, optional
-        ``stop(prefix)``: the draft ends after these tokens. Rows after it are filled with NaN.
+        ``stop(prefix)``: the draft ends after these tokens.
     ending : {"lengths", "placeholder", "invalid"}
         How a stopped draft is marked: ``draft_lengths``, -1, or an id out of range.
     as_probs : bool
         Pass the draft's law as ``draft_probs``, not as logits.
+    poison : bool
+        Fill the rows after a draft's end, which nobody may read, with NaN. False: with what the
+        models would give, as an engine does that computes them anyway.
     shared_coins : bool
         Cut the range of each coin at all thresholds of its chain, not at its own only, and do not
         require that nothing else matters: for wrong verifiers that reuse a coin.
@@ -653,8 +657,8 @@ def exact_law(
     ids = max(vocab, drawn[0].shape[-1] if gamma else vocab)
     chains = _enumerate_chains(drawn, kinds if kinds is not None else [1] * gamma, stop)
 
-    # One request per chain; what lies after its end is poisoned.
-    inputs = _chain_inputs(chains, target, draft, drawn if as_probs else None, ending, ids)
+    # One request per chain.
+    inputs = _chain_inputs(chains, target, draft, drawn if as_probs else None, ending, ids, poison)
     if kinds is not None:
         inputs["draft_kinds"] = torch.tensor([list(kinds)] * len(chains), dtype=torch.int8)
         inputs["draft_kinds"] = inputs["draft_kinds"].reshape(len(chains), gamma)
@@ -742,29 +746,31 @@ def _chain_inputs(
     probs: Sequence[Tensor] | None,
     ending: str,
     ids: int,
+    poison: bool,
 ) -> dict[str, Any]:
-    """Arguments of `verify` with one request per chain; rows after a chain's end are NaN."""
+    """Arguments of `verify` with one request per chain."""
     gamma, count = len(target) - 1, len(chains)
     rows = torch.full((count, gamma + 1, target[0].shape[-1]), math.nan, dtype=target[0].dtype)
     fill = {"lengths": 0, "placeholder": -1, "invalid": ids + 7}[ending]
     tokens = torch.full((count, gamma), fill, dtype=torch.int64)
     lengths = torch.zeros(count, dtype=torch.int64)
     tables = probs if probs is not None else draft
-    laws = None
+    laws = torch.empty(0)
     if tables is not None:
         width = tables[0].shape[-1] if gamma else ids
         dtype = tables[0].dtype if gamma and probs is None else torch.float32
         laws = torch.full((count, gamma, width), math.nan, dtype=dtype)
     for c, (prefix, _) in enumerate(chains):
         lengths[c] = len(prefix)
-        for d in range(len(prefix) + 1):
-            rows[c, d] = target[d][_context(prefix[:d], target[d])]
-        for d, x in enumerate(prefix):
-            tokens[c, d] = x
-            if laws is not None and tables is not None:
-                laws[c, d] = tables[d][_context(prefix[:d], tables[d])]
+        tokens[c, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
+        read = len(prefix) if poison else gamma
+        context = prefix + (0,) * (gamma - len(prefix))
+        for d in range(read + 1):
+            rows[c, d] = target[d][_context(context[:d], target[d])]
+        for d in range(read if tables is not None else 0):
+            laws[c, d] = tables[d][_context(context[:d], tables[d])]
     inputs: dict[str, Any] = {"target_logits": rows, "draft_tokens": tokens}
-    if laws is not None:
+    if tables is not None:
         inputs["draft_probs" if probs is not None else "draft_logits"] = laws
     if ending == "lengths" and bool((lengths < gamma).any()):
         inputs["draft_lengths"] = lengths

@@ -1,0 +1,308 @@
+"""A causal model with a key-value cache that rolls back, row by row.
+
+Rows of a batch accept different numbers of draft tokens, but all rows of a cache have equally many
+slots. So rejected slots that other rows need become *holes* (zeros in the attention mask, beside
+explicit position ids) and slots that no row needs are cropped. Where holes pass a share of the
+cache, each row's tokens are gathered at its end (*compaction*); what remains is ordinary left
+padding. A batch without padding and holes, as one request always is, needs neither mask nor
+position ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from transformers.cache_utils import (
+        Cache,
+        DummyLayer,
+        DynamicCache,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+    )
+except ImportError as error:
+    raise ImportError(
+        "specdec_ext.generate drives Hugging Face models: pip install 'specdec_ext[hf]'"
+    ) from error
+
+__all__ = ["CachedModel", "GrowingLayer"]
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values in a buffer with room: appending writes new slots, cropping moves a number.
+
+    `DynamicLayer` copies the whole layer for every token; this one, when the room runs out.
+
+    Parameters
+    ----------
+    room : int
+        Slots to allocate at first.
+    """
+
+    def __init__(self, room: int = 0) -> None:
+        super().__init__()
+        self.room = room
+        self.slots = 0
+        self._keys: Tensor
+        self._values: Tensor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for keys and values of this kind."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._keys = self._allocate(key_states, self.room)
+        self._values = self._allocate(value_states, self.room)
+        self.is_initialized = True
+
+    @staticmethod
+    def _allocate(like: Tensor, room: int) -> Tensor:
+        batch, heads, _, size = like.shape
+        return like.new_empty(batch, heads, room, size)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append ``[B, heads, m, size]`` keys and values; return all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, new = self.slots, key_states.shape[-2]
+        if start + new > self._keys.shape[-2]:
+            room = max(start + new, 2 * self._keys.shape[-2])
+            grown = self._allocate(key_states, room), self._allocate(value_states, room)
+            grown[0].narrow(2, 0, start).copy_(self._keys.narrow(2, 0, start))
+            grown[1].narrow(2, 0, start).copy_(self._values.narrow(2, 0, start))
+            self._keys, self._values = grown
+        self._keys.narrow(2, start, new).copy_(key_states)
+        self._values.narrow(2, start, new).copy_(value_states)
+        return self._resize(start + new)
+
+    def _resize(self, slots: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys.narrow(2, 0, slots), self._values.narrow(2, 0, slots)
+        self.slots, self.keys, self.values = slots, keys, values
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Return how many slots are in use."""
+        return self.slots
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` slots (transformers' sign: at most 0)."""
+        if self.is_initialized:
+            self._resize(self.slots + tokens_to_remove)
+
+    def gather(self, index: Tensor) -> None:
+        """Keep slots ``index`` ``[B, slots]`` of each row, in that order."""
+        if self.is_initialized:
+            slots = index.shape[1]
+            for buffer in (self._keys, self._values):
+                wide = index[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+                buffer.narrow(2, 0, slots).copy_(buffer.gather(2, wide))
+            self._resize(slots)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        if self.is_initialized:
+            self._keys, self._values = self._keys[indices], self._values[indices]
+            self._resize(self.slots)
+
+
+class CachedModel:
+    """A causal model and its cache, for rows that advance by different numbers of tokens.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model called as Hugging Face models are.
+    ends : Tensor
+        ``[B]`` int64, the position at which each request must stop: no position id reaches it.
+    room : int
+        Slots to allocate at first.
+    compact_above : float
+        Compact when more than this share of the slots would go.
+    """
+
+    def __init__(
+        self, model: Any, ends: Tensor, *, room: int = 0, compact_above: float = 0.25
+    ) -> None:
+        self.model = model
+        self.ends = ends
+        self.compact_above = compact_above
+        self.calls = 0
+        layer: Any = functools.partial(GrowingLayer, room)
+        self.cache = Cache(layer_class_to_replicate=layer)
+        self.vocabulary = _vocabulary(model)
+        self._accepts = _accepted_arguments(model)
+        # Where distance is counted in slots (a sliding window, ALiBi), holes would stretch it.
+        self._dense = _has_window(model) or "position_ids" not in self._accepts
+        self.slots = 0
+        self.lengths = [0] * ends.shape[0]  # tokens in the cache, of each row
+        self._mask: Tensor | None = None  # [B, capacity] int64; None: no padding and no hole
+        self._next: Tensor = torch.zeros_like(ends)  # [B], `lengths` on the device, while masked
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Run all of the prompt but its last token; ``attention_mask`` has zeros at padding.
+
+        Parameters
+        ----------
+        input_ids : Tensor
+            ``[B, P - 1]``.
+        attention_mask : Tensor or None
+            ``[B, P - 1]``; None: no padding.
+        """
+        slots = input_ids.shape[1]
+        if slots == 0:
+            return
+        kwargs: dict[str, Any] = {}
+        if attention_mask is not None:
+            self._mask = attention_mask.long()
+            self._next = self._mask.sum(1)
+            kwargs["attention_mask"] = self._mask
+            kwargs["position_ids"] = (self._mask.cumsum(1) - 1).clamp_(min=0)
+        self._call(input_ids, last_only=True, **kwargs)
+        self.calls = 0
+        self.lengths = [slots] * len(self.lengths) if self._mask is None else self._next.tolist()
+
+    def forward(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
+        """Append ``tokens`` ``[B, m]`` to every row; return logits ``[B, m, V]``.
+
+        With ``last_only`` the logits of the last token, ``[B, 1, V]``. Ids outside the vocabulary
+        (a draft may have more tokens, or none to propose) are fed as its nearest id.
+        """
+        new = tokens.shape[1]
+        kwargs: dict[str, Any] = {}
+        if self._mask is not None:
+            self._reserve(self.slots + new)
+            kwargs["attention_mask"] = self._mask[:, : self.slots + new]
+            steps = torch.arange(new, device=tokens.device)
+            # Past its end a row is fed to keep the batch rectangular; those logits are unused.
+            kwargs["position_ids"] = torch.minimum(
+                self._next[:, None] + steps, self.ends[:, None] - 1
+            )
+            self._next = self._next + new
+        logits = self._call(tokens, last_only=last_only, **kwargs)
+        self.lengths = [length + new for length in self.lengths]
+        return logits
+
+    def _call(self, tokens: Tensor, *, last_only: bool, **kwargs: Any) -> Tensor:
+        if last_only and "logits_to_keep" in self._accepts:
+            kwargs["logits_to_keep"] = 1
+        if "position_ids" not in self._accepts:
+            kwargs.pop("position_ids", None)
+        output = self.model(
+            input_ids=tokens.clamp(min=0, max=self.vocabulary),
+            past_key_values=self.cache,
+            use_cache=True,
+            **kwargs,
+        )
+        self.calls += 1
+        self.slots += tokens.shape[1]
+        logits: Tensor = output.logits[:, -1:] if last_only else output.logits
+        return logits.float() if logits.dtype == torch.float64 else logits
+
+    def rollback(self, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Forget the last ``drop[b]`` tokens of row b, all run since the last rollback.
+
+        Parameters
+        ----------
+        drop : sequence of int
+            One number a row.
+        drop_tensor : Tensor
+            ``[B]``, the same numbers on the device (so that none is uploaded).
+        """
+        common, most = min(drop), max(drop)
+        if most > common and self._mask is None:
+            self._mask = torch.ones(
+                len(drop), self.slots, dtype=torch.int64, device=drop_tensor.device
+            )
+            self._next = torch.full_like(self.ends, self.slots)
+        if common:
+            self.cache.crop(-common)
+            self.slots -= common
+        self.lengths = [length - n for length, n in zip(self.lengths, drop, strict=True)]
+        if self._mask is None:
+            return
+        self._next = self._next - drop_tensor
+        if most > common:
+            from_end = torch.arange(most - common, 0, -1, device=drop_tensor.device)
+            holes = from_end <= (drop_tensor - common)[:, None]
+            self._mask[:, self.slots - (most - common) : self.slots] = (~holes).long()
+        self._compact(always=self._dense and most > common)
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these rows of the batch, given on the device and on the host."""
+        self.cache.batch_select_indices(rows)
+        self.ends = self.ends[rows]
+        self.lengths = [self.lengths[i] for i in indices]
+        if self._mask is not None:
+            self._mask, self._next = self._mask[rows], self._next[rows]
+            self._compact()
+
+    def _compact(self, *, always: bool = False) -> None:
+        """Gather each row's tokens at its end, if that saves enough slots."""
+        longest = max(self.lengths)
+        if not always and self.slots - longest <= self.compact_above * self.slots:
+            return
+        assert self._mask is not None
+        holes_first = self._mask[:, : self.slots].sort(dim=1, stable=True).indices
+        kept = holes_first[:, self.slots - longest :]
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
+            layer.gather(kept)
+        self.slots = longest
+        if min(self.lengths) == longest:
+            self._mask = None
+            return
+        padding = longest - self._next
+        columns = torch.arange(longest, device=kept.device)
+        self._mask[:, :longest] = (columns >= padding[:, None]).long()
+        self._mask[:, longest:] = 1
+
+    def _reserve(self, slots: int) -> None:
+        """Make the mask at least this wide; slots not in use yet are ones."""
+        assert self._mask is not None
+        missing = slots - self._mask.shape[1]
+        if missing > 0:
+            extra = max(missing, self._mask.shape[1])
+            self._mask = torch.nn.functional.pad(self._mask, (0, extra), value=1)
+
+
+def _vocabulary(model: Any) -> int | None:
+    """Return the largest id that the model can embed, if it says so."""
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    size = getattr(embeddings, "num_embeddings", None)
+    if size is None:
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+    return None if size is None else size - 1
+
+
+def _accepted_arguments(model: Any) -> set[str]:
+    """Return which of the optional arguments ``model.forward`` names (a bare wrapper: all)."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return {"position_ids", "logits_to_keep"}
+    return {p.name for p in parameters}
+
+
+def _has_window(model: Any) -> bool:
+    """Tell whether a layer attends to a window; refuse models whose cache cannot roll back."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return False
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"generate: {type(model).__name__} is an encoder-decoder; causal models only"
+        )
+    layers: list[Any] = DynamicCache(config=config).layers
+    for layer in layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+            raise ValueError(
+                f"generate: {type(model).__name__} keeps a state that cannot roll back rejected "
+                f"tokens ({type(layer).__name__}); attention layers only"
+            )
+    return any(layer.is_sliding for layer in layers)

@@ -1,0 +1,149 @@
+"""Where draft tokens come from: one drafter a file; `Drafter` is what the loop needs of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Draft", "Drafter", "NoDrafter", "Requests", "last_tokens"]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a drafter is told at the start: the prompts, and how tokens will be drawn.
+
+    Attributes
+    ----------
+    input_ids : Tensor
+        ``[B, P]`` int64, left-padded.
+    attention_mask : Tensor or None
+        ``[B, P]``, zeros at padding; None if there is none.
+    ends : Tensor
+        ``[B]`` int64, the position at which each request must stop.
+    room : int
+        Positions that the longest request may come to use, rejected draft tokens included.
+    seeds : Tensor or None
+        ``[B]`` int64; None if nothing is drawn at random.
+    filters : mapping of str to Tensor
+        The target's ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``[B]`` each; absent: off.
+    greedy : bool
+        Whether every request has temperature 0.
+    needs_law : bool
+        Whether verification reads the law that draft tokens were drawn from.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    ends: Tensor
+    room: int
+    seeds: Tensor | None
+    filters: Mapping[str, Any]
+    greedy: bool
+    needs_law: bool
+
+    def select(self, rows: Tensor) -> Requests:
+        """Keep only these requests."""
+        return replace(
+            self,
+            input_ids=self.input_ids[rows],
+            attention_mask=None if self.attention_mask is None else self.attention_mask[rows],
+            ends=self.ends[rows],
+            seeds=None if self.seeds is None else self.seeds[rows],
+            filters={name: value[rows] for name, value in self.filters.items()},
+        )
+
+
+class Draft(NamedTuple):
+    """Draft tokens of one round.
+
+    Attributes
+    ----------
+    tokens : Tensor
+        ``[B, G]`` int64; -1 ends a request's draft early.
+    logits : Tensor or None
+        ``[B, G, Vd]``, the rows that the tokens were drawn from; None: a deterministic drafter.
+    """
+
+    tokens: Tensor
+    logits: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens and hears what became of them.
+
+    A round is one `propose` and one `commit`. `select` comes between the two, when requests end.
+    """
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, prefill excluded."""
+
+    def start(self, requests: Requests) -> None:
+        """Take the prompts."""
+
+    def propose(self, gamma: int, positions: Tensor) -> Draft:
+        """Propose up to ``gamma`` tokens a request; ``positions`` ``[B]`` is where the first goes.
+
+        A sampled token must come from `specdec_ext.sample` in the DRAFT domain, with the request's
+        seed, these positions and its index, or from randomness that verification never sees.
+        """
+
+    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+        """Hear what verification emitted.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, G + 1]``: ``accepted[b]`` draft tokens, the final token, then anything.
+        accepted : sequence of int
+            One number a request.
+        num_accepted : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests, given on the device and on the host."""
+
+
+@dataclass
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    calls: int = field(default=0, init=False)
+
+    def start(self, requests: Requests) -> None:
+        """Take the prompts."""
+
+    def propose(self, gamma: int, positions: Tensor) -> Draft:
+        """Propose no token."""
+        return Draft(torch.empty(positions.shape[0], 0, dtype=torch.int64, device=positions.device))
+
+    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+        """Hear what was emitted."""
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+
+
+def last_tokens(history: Tensor, last: Sequence[int], last_tensor: Tensor, width: int) -> Tensor:
+    """Return the ``width`` tokens of each row that end at column ``last[b]``, ``[B, width]``.
+
+    Parameters
+    ----------
+    history : Tensor
+        ``[B, n]`` tokens.
+    last : sequence of int
+        One column a row.
+    last_tensor : Tensor
+        ``[B]``, the same columns on the device.
+    width : int
+        How many.
+    """
+    if min(last) == max(last):
+        return history[:, last[0] + 1 - width : last[0] + 1]
+    columns = torch.arange(1 - width, 1, device=history.device)
+    return history.gather(1, last_tensor.long()[:, None] + columns)

@@ -1,0 +1,97 @@
+"""A smaller causal model as the drafter: it samples gamma tokens, one call each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_ext import ops
+from specdec_ext.decoding.cache import CachedModel
+from specdec_ext.decoding.drafters import Draft, Requests, last_tokens
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter:
+    """Draws draft tokens from a causal model under the target's own filters.
+
+    The last draft token of a round is never run here: nothing would read its logits. So after full
+    acceptance the model lacks two tokens, else one, and the next round's first call takes in
+    whichever is missing; no call is spent on it alone. In a batch in which some row lacks two, the
+    others run their last cached token again, and no hole is made.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model called as Hugging Face models are, over the target's tokens.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._cached: CachedModel | None = None
+        self._requests: Requests
+        self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, prefill excluded."""
+        return 0 if self._cached is None else self._cached.calls
+
+    def start(self, requests: Requests) -> None:
+        """Run the prompts but their last tokens."""
+        ids, mask = requests.input_ids, requests.attention_mask
+        self._requests = requests
+        self._cached = CachedModel(self.model, requests.ends, room=requests.room)
+        self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
+        self._missing = ids[:, -1:]
+
+    def propose(self, gamma: int, positions: Tensor) -> Draft:
+        """Sample ``gamma`` tokens, each from the law after the ones before it."""
+        assert self._cached is not None, "start() comes first"
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        feed = self._missing
+        for i in range(gamma):
+            logits = self._cached.forward(feed, last_only=True)
+            feed = self._draw(logits[:, 0], positions, i)
+            tokens.append(feed)
+            laws.append(logits)
+        if not tokens:
+            return Draft(self._missing[:, :0])
+        return Draft(torch.cat(tokens, 1), torch.cat(laws, 1) if self._requests.needs_law else None)
+
+    def _draw(self, logits: Tensor, positions: Tensor, i: int) -> Tensor:
+        """Draw draft token ``i`` (0-based) of each row, ``[B, 1]``; -1 where a row has no law."""
+        if self._requests.greedy:
+            return logits.argmax(-1, keepdim=True)
+        return ops.sample(
+            logits,
+            seeds=self._requests.seeds,
+            positions=positions,
+            draft_index=i,
+            **self._requests.filters,
+        ).tokens[:, None]
+
+    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+        """Roll back what was rejected and note which tokens the cache lacks."""
+        assert self._cached is not None, "start() comes first"
+        gamma, known = tokens.shape[1] - 1, self._missing.shape[1]
+        history = torch.cat([self._missing, tokens], 1)
+        if gamma == 0:  # nothing was run, so nothing of the missing tokens was taken in
+            self._missing = history
+            return
+        width = 2 if max(accepted) == gamma else 1
+        surplus = gamma - 2 + width  # run after the first token that is fed again, at 0 accepted
+        self._cached.rollback([surplus - n for n in accepted], surplus - num_accepted)
+        last = [known + n for n in accepted]
+        self._missing = last_tokens(history, last, known + num_accepted, width)
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        assert self._cached is not None, "start() comes first"
+        self._requests = self._requests.select(rows)
+        self._cached.select(rows, indices)
+        self._missing = self._missing[rows]
