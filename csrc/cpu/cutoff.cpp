@@ -1,9 +1,9 @@
 // Cutoffs without sorting.
 //
 // Grid: one thread a row. Traffic, from cache after the law pass: a small top-k reads only the
-// groups that can hold a kept logit; a larger one three times the row (radix levels); top-p the row
-// twice. Numerics: counts, and masses in 2^-40 fixed point, are exact: cutoffs do not depend on any
-// order.
+// groups that can hold a kept logit; a larger one three times the row (radix levels); top-p
+// the row twice. Numerics: counts, and masses in 2^-40 fixed point, are exact: cutoffs do not
+// depend on any order.
 #include "cutoff.h"
 
 namespace specdec {
@@ -13,23 +13,75 @@ namespace {
 constexpr int64_t kMaxCandidates = 2048;
 constexpr int64_t kMaxCandidateTopK = 512;
 
-// The logits that a selection runs over, visited in chunks of up to kTile floats: a whole row, or
-// an array padded to whole groups.
-struct LogitSource {
-  const Row* row;
-  const float* values;
-  int64_t size;
+// ---- selection in a short list
+// --------------------------------------------------------------------
 
-  int64_t num_chunks() const { return num_tiles(size); }
-  int64_t chunk_size(int64_t chunk) const {
-    const int64_t left = size - chunk * kTile;
-    return left < kTile ? left : kTile;
+// A few logits of a row, padded to whole groups with entries of weight 0.
+struct Candidates {
+  float values[kMaxCandidates];
+  int64_t count = 0;
+
+  bool add(float value) {
+    if (count == kMaxCandidates) return false;
+    values[count++] = value;
+    return true;
   }
-  const float* chunk(int64_t index, float* buffer) const {
-    if (values != nullptr) return values + index * kTile;
-    return view_tile(*row, index, tile_groups(size, index), buffer);
+  void pad() {
+    for (int64_t i = count; i < num_groups(count) * kGroup; ++i) values[i] = -INFINITY;
   }
 };
+
+// The largest key K for which at_least(K), the weight of all keys >= K, reaches the bound: a radix
+// selection with one bit a level.
+template <typename AtLeast>
+uint32_t select_key(uint64_t bound, const AtLeast& at_least) {
+  uint32_t key = 0;
+  for (uint32_t bit = 0x80000000u; bit != 0; bit >>= 1) {
+    if (at_least(key | bit) >= bound) key |= bit;
+  }
+  return key;
+}
+
+float kth_largest_of(const float* values, int64_t n, int64_t k) {
+  return key_value(select_key(static_cast<uint64_t>(k), [&](uint32_t key) {
+    uint32_t count = 0;
+    for (int64_t i = 0; i < n; ++i) count += order_key(values[i]) >= key;
+    return count;
+  }));
+}
+
+// The lowest candidate for which the mass strictly above it, `above` included, is < bound.
+float lowest_within_mass(const Candidates& candidates, const uint64_t* fixed, uint64_t above,
+                         uint64_t bound) {
+  // The top entry stays even where the bound is 0.
+  const uint64_t left = bound > above ? bound - above : 1;
+  return key_value(select_key(left, [&](uint32_t key) {
+    uint64_t mass = 0;
+    for (int64_t i = 0; i < candidates.count; ++i) {
+      mass += order_key(candidates.values[i]) >= key ? fixed[i] : 0;
+    }
+    return mass;
+  }));
+}
+
+uint64_t candidate_masses(const Candidates& candidates, const RowLaw& law, uint64_t* fixed) {
+  const ExpWeight weight(law);
+  return tile_fixed(num_groups(candidates.count), kLawUnit, fixed,
+                    [&](int64_t i) { return weight(load<VecF>(candidates.values + i)); });
+}
+
+// ---- selection in a row
+// ---------------------------------------------------------------------------
+
+// Calls visit(x, n) on the tiles of a row, x padded to whole groups.
+template <typename Visit>
+void for_each_tile(const Row& row, const Visit& visit) {
+  float buffer[kTile];
+  for (int64_t tile = 0; tile < num_tiles(row.vocab); ++tile) {
+    const int64_t left = row.vocab - tile * kTile;
+    visit(view_tile(row, tile, tile_groups(row.vocab, tile), buffer), left < kTile ? left : kTile);
+  }
+}
 
 // A histogram kept in four copies by turns, because equal neighbours would wait for each other's
 // store.
@@ -48,74 +100,70 @@ struct Histogram {
   }
 };
 
-// One level of a radix selection: prepare(chunk, n), then weight_of(i) of every matching key.
+// A radix selection over a whole row: prepare(x, n) sees each tile, then weight_of(i) gives the
+// weight of its entries.
 template <typename Prepare, typename WeightOf>
-void select_level(const LogitSource& source, RadixSelection* selection, int level,
-                  const Prepare& prepare, const WeightOf& weight_of) {
-  Histogram histogram;
-  histogram.clear();
-  float buffer[kTile];
-  for (int64_t c = 0; c < source.num_chunks(); ++c) {
-    const float* x = source.chunk(c, buffer);
-    const int64_t n = source.chunk_size(c);
-    prepare(x, n);
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t key = order_key(x[i]);
-      if (radix_matches(*selection, key, level)) {
-        histogram.add(i, radix_digit(key, level), weight_of(i));
-      }
-    }
-  }
-  radix_descend(selection, histogram.totals(), level);
-}
-
-float kth_largest(const LogitSource& source, int64_t k) {
+float select_in_row(const Row& row, uint64_t bound, const Prepare& prepare,
+                    const WeightOf& weight_of) {
   RadixSelection selection;
-  selection.bound = static_cast<uint64_t>(k);
-  for (int level = 0; level < kRadixLevels; ++level) {
-    select_level(
-        source, &selection, level, [](const float*, int64_t) {},
-        [](int64_t) { return uint64_t{1}; });
-  }
-  return key_value(selection.prefix);
-}
-
-// The lowest logit for which the mass strictly above it, `above` included, is < bound.
-float lowest_within_mass(const LogitSource& source, const ExpWeight& weight, uint64_t above,
-                         uint64_t bound) {
-  uint64_t fixed[kTile];
-  const auto prepare = [&](const float* x, int64_t n) {
-    tile_fixed(num_groups(n), kLawUnit, fixed,
-               [&](int64_t i) { return weight(load<VecF>(x + i)); });
-  };
-  RadixSelection selection;
-  selection.above = above;
   selection.bound = bound;
+  Histogram histogram;
   for (int level = 0; level < kRadixLevels; ++level) {
-    select_level(source, &selection, level, prepare, [&](int64_t i) { return fixed[i]; });
+    histogram.clear();
+    for_each_tile(row, [&](const float* x, int64_t n) {
+      prepare(x, n);
+      for (int64_t i = 0; i < n; ++i) {
+        const uint32_t key = order_key(x[i]);
+        if (radix_matches(selection, key, level)) {
+          histogram.add(i, radix_digit(key, level), weight_of(i));
+        }
+      }
+    });
+    radix_descend(&selection, histogram.totals(), level);
   }
   return key_value(selection.prefix);
+}
+
+float kth_largest_of(const Row& row, int64_t k) {
+  return select_in_row(
+      row, static_cast<uint64_t>(k), [](const float*, int64_t) {},
+      [](int64_t) { return uint64_t{1}; });
+}
+
+void tile_masses(const ExpWeight& weight, const float* x, int64_t n, uint64_t* fixed) {
+  tile_fixed(num_groups(n), kLawUnit, fixed, [&](int64_t i) { return weight(load<VecF>(x + i)); });
+}
+
+float lowest_within_mass(const Row& row, const ExpWeight& weight, uint64_t bound) {
+  uint64_t fixed[kTile];
+  return select_in_row(
+      row, bound, [&](const float* x, int64_t n) { tile_masses(weight, x, n, fixed); },
+      [&](int64_t i) { return fixed[i]; });
 }
 
 // ---- top-k
 // ----------------------------------------------------------------------------------------
 
-// Collects the logits >= floor, from the groups that hold any, padded to whole groups; -1 if they
-// do not fit.
-int64_t collect_candidates(const Row& row, const float* group_max, float floor, float* out) {
-  int64_t count = 0;
+// Collects the logits >= floor from the groups that hold any; false if they do not fit.
+bool collect_above(const Row& row, const float* group_max, float floor, Candidates* out) {
   for (int64_t g = 0; g < num_groups(row.vocab); ++g) {
     if (group_max[g] < floor) continue;
     const int64_t end = (g + 1) * kGroup < row.vocab ? (g + 1) * kGroup : row.vocab;
     for (int64_t i = g * kGroup; i < end; ++i) {
       const float value = row_value(row, i);
-      if (value < floor) continue;
-      if (count == kMaxCandidates) return -1;
-      out[count++] = value;
+      if (value >= floor && !out->add(value)) return false;
     }
   }
-  for (int64_t i = count; i < num_groups(count) * kGroup; ++i) out[i] = -INFINITY;
-  return count;
+  out->pad();
+  return true;
+}
+
+// All logits that a small top-k may keep. At least k groups reach the k-th largest group maximum,
+// so at least k logits do.
+bool collect_top_k(const Row& row, int64_t k, const float* group_max, Candidates* out) {
+  const int64_t groups = num_groups(row.vocab);
+  const float floor = groups >= k ? kth_largest_of(group_max, groups, k) : -INFINITY;
+  return collect_above(row, group_max, floor, out);
 }
 
 // ---- top-p
@@ -136,58 +184,44 @@ struct LogWeightBin {
   }
 };
 
-void bin_tile(const LogWeightBin& bin_of, const float* x, int64_t n, int32_t* bins) {
-  for (int64_t i = 0; i < num_groups(n) * kGroup; i += kLanes) {
-    store(bins + i, bin_of(load<VecF>(x + i)));
-  }
-}
-
-// Mass by bin over the kept logits of a source.
-void fill_mass_bins(const LogitSource& source, const ExpWeight& weight, const LogWeightBin& bin_of,
+void fill_mass_bins(const Row& row, const ExpWeight& weight, const LogWeightBin& bin_of,
                     Histogram* histogram) {
-  float buffer[kTile];
   uint64_t fixed[kTile];
   int32_t bins[kTile];
   histogram->clear();
-  for (int64_t c = 0; c < source.num_chunks(); ++c) {
-    const float* x = source.chunk(c, buffer);
-    const int64_t n = source.chunk_size(c);
-    tile_fixed(num_groups(n), kLawUnit, fixed,
-               [&](int64_t i) { return weight(load<VecF>(x + i)); });
-    bin_tile(bin_of, x, n, bins);
+  for_each_tile(row, [&](const float* x, int64_t n) {
+    tile_masses(weight, x, n, fixed);
+    for (int64_t i = 0; i < num_groups(n) * kGroup; i += kLanes) {
+      store(bins + i, bin_of(load<VecF>(x + i)));
+    }
     for (int64_t i = 0; i < n; ++i) histogram->add(i, bins[i], fixed[i]);
-  }
+  });
 }
 
-// Collects the kept logits of one bin; -1 if they do not fit.
-int64_t collect_bin(const LogitSource& source, const LogWeightBin& bin_of, int32_t bin,
-                    float cutoff, float* out) {
-  float buffer[kTile];
-  int64_t count = 0;
-  for (int64_t c = 0; c < source.num_chunks(); ++c) {
-    const float* x = source.chunk(c, buffer);
-    const int64_t n = source.chunk_size(c);
-    for (int64_t i = 0; i < n; i += kLanes) {
+// Collects the kept logits of one bin; false if they do not fit.
+bool collect_bin(const Row& row, const LogWeightBin& bin_of, int32_t bin, float cutoff,
+                 Candidates* out) {
+  bool fits = true;
+  for_each_tile(row, [&](const float* x, int64_t n) {
+    for (int64_t i = 0; i < n && fits; i += kLanes) {
       const VecI here = (VecI)(bin_of(load<VecF>(x + i)) == bin);
       if (all_lanes(~here)) continue;
       for (int64_t j = i; j < i + kLanes && j < n; ++j) {
-        if (!here[j - i] || x[j] < cutoff) continue;
-        if (count == kMaxCandidates) return -1;
-        out[count++] = x[j];
+        if (here[j - i] && x[j] >= cutoff) fits = fits && out->add(x[j]);
       }
     }
-  }
-  for (int64_t i = count; i < num_groups(count) * kGroup; ++i) out[i] = -INFINITY;
-  return count;
+  });
+  out->pad();
+  return fits;
 }
 
 // The lowest logit for which the mass strictly above it is < top_p of the total: first its bin,
-// then a radix selection among the few logits of that bin.
-float top_p_cutoff(const LogitSource& source, const RowLaw& law, double top_p) {
+// then a selection among the few logits of that bin.
+float top_p_cutoff(const Row& row, const RowLaw& law, double top_p) {
   const ExpWeight weight(law);
   const LogWeightBin bin_of(law);
   Histogram histogram;
-  fill_mass_bins(source, weight, bin_of, &histogram);
+  fill_mass_bins(row, weight, bin_of, &histogram);
   const uint64_t* masses = histogram.totals();
   uint64_t total = 0;
   for (int bin = 0; bin < kRadixBins; ++bin) total += masses[bin];
@@ -197,17 +231,29 @@ float top_p_cutoff(const LogitSource& source, const RowLaw& law, double top_p) {
   while (bin < kRadixBins - 1 && (masses[bin] == 0 || above + masses[bin] < bound)) {
     above += masses[bin++];
   }
-  float candidates[kMaxCandidates];
-  const int64_t count = collect_bin(source, bin_of, bin, law.cutoff, candidates);
-  if (count < 0) return lowest_within_mass(source, weight, 0, bound);
-  return lowest_within_mass({nullptr, candidates, count}, weight, above, bound);
+  Candidates candidates;
+  if (!collect_bin(row, bin_of, bin, law.cutoff, &candidates)) {
+    return lowest_within_mass(row, weight, bound);
+  }
+  uint64_t fixed[kMaxCandidates];
+  candidate_masses(candidates, law, fixed);
+  return lowest_within_mass(candidates, fixed, above, bound);
 }
+
+float top_p_cutoff(const Candidates& candidates, const RowLaw& law, double top_p) {
+  uint64_t fixed[kMaxCandidates];
+  const uint64_t total = candidate_masses(candidates, law, fixed);
+  return lowest_within_mass(candidates, fixed, 0, top_p_bound(top_p, total));
+}
+
+// ---- both
+// -----------------------------------------------------------------------------------------
 
 void raise(float* cutoff, float value) { *cutoff = value > *cutoff ? value : *cutoff; }
 
-// In the order of DESIGN section 3. `source` holds all that top-k may keep.
-void set_cutoff(const LogitSource& source, const Filters& filters, RowLaw* law) {
-  if (has_top_k(filters)) law->cutoff = kth_largest(source, filters.top_k);
+// top-p, then min-p, over what top-k left: `source` is the row or the candidates.
+template <typename Source>
+void narrow(const Source& source, const Filters& filters, RowLaw* law) {
   if (has_top_p(filters)) raise(&law->cutoff, top_p_cutoff(source, *law, filters.top_p));
   if (has_min_p(filters)) {
     raise(&law->cutoff, min_p_cutoff(law->max, filters.temperature, filters.min_p));
@@ -221,19 +267,15 @@ bool uses_group_max(const Filters& filters) {
 }
 
 bool apply_filters(const Row& row, const Filters& filters, const float* group_max, RowLaw* law) {
-  const int64_t groups = num_groups(row.vocab);
-  if (uses_group_max(filters) && groups >= filters.top_k) {
-    // At least top_k groups reach the top_k-th largest maximum, so at least as many logits do.
-    const float floor = kth_largest({nullptr, group_max, groups}, filters.top_k);
-    float candidates[kMaxCandidates];
-    const int64_t count = collect_candidates(row, group_max, floor, candidates);
-    if (count >= 0) {
-      set_cutoff({nullptr, candidates, count}, filters, law);
-      law->z = tile_weight_sum(candidates, num_groups(count), ExpWeight(*law));
-      return true;
-    }
+  Candidates candidates;
+  if (uses_group_max(filters) && collect_top_k(row, filters.top_k, group_max, &candidates)) {
+    law->cutoff = kth_largest_of(candidates.values, candidates.count, filters.top_k);
+    narrow(candidates, filters, law);
+    law->z = tile_weight_sum(candidates.values, num_groups(candidates.count), ExpWeight(*law));
+    return true;
   }
-  set_cutoff({&row, nullptr, row.vocab}, filters, law);
+  if (has_top_k(filters)) law->cutoff = kth_largest_of(row, filters.top_k);
+  narrow(row, filters, law);
   return false;
 }
 
