@@ -47,6 +47,10 @@ def models():
         ({"max_new_tokens": -3}, ValueError, "max_new_tokens must be at least 0, got -3"),
         ({"max_new_tokens": [1, 2, 3]}, ValueError, r"max_new_tokens must be .* \[2\], got \[3\]"),
         ({"temperature": [1.0, -1.0]}, ValueError, "temperature .* request 1: -1.0"),
+        ({"max_new_tokens": "7"}, TypeError, "max_new_tokens must be a number.*got str"),
+        ({"max_new_tokens": [1, 2.0]}, TypeError, "max_new_tokens must be an int, got float"),
+        ({"temperature": "hot"}, TypeError, "temperature must be a number.*got str"),
+        ({"temperature": [None, 1.0]}, TypeError, "temperature must be a number.*got list"),
         ({"temperature": math.nan}, ValueError, "temperature .* request 0: nan"),
         ({"top_p": math.nan}, ValueError, "top_p .* request 0: nan"),
         ({"min_p": 1.5}, ValueError, "min_p .* request 0: 1.5"),
@@ -182,7 +186,7 @@ class Script:
         pass
 
     def propose(self, gamma, positions):
-        return Draft(torch.tensor([next(self.rounds)])[:, :gamma])
+        return Draft(torch.tensor([next(self.rounds)], dtype=torch.int64)[:, :gamma])
 
     def commit(self, tokens, accepted, num_accepted):
         pass
@@ -354,6 +358,50 @@ def test_no_drafter_is_a_drafter(models):
     same = specdec_ext.generate(target, NoDrafter(), IDS, max_new_tokens=5)
     assert torch.equal(plain.sequences, same.sequences)
     assert same.statistics.accepted == 0
+
+
+def test_a_drafter_may_propose_fewer_than_asked(models):
+    """Up to gamma: none, or one, or tokens that end early; the output is plain greedy output."""
+    rounds = [[1], [], [4, -1, 5, 6], [-1], [7, 8, 9], [9, 9, 9, 9], [12, 13]]
+    sequences, statistics = specdec_ext.generate(
+        counter(), Script(rounds), torch.tensor([[0]]), gamma=4, max_new_tokens=13
+    )
+    assert sequences[0].tolist() == list(range(14))
+    assert statistics.rounds == 7
+    assert statistics.drafted == 1 + 0 + 1 + 0 + 3 + 2 + 1  # the limit of 13 cuts the last two
+    assert statistics.rejected == 1
+
+
+def test_rule_greedy_ignores_the_temperature(models):
+    target, draft = models
+    state = torch.get_rng_state()
+    greedy = specdec_ext.generate(target, draft, IDS, max_new_tokens=9).sequences
+    given = specdec_ext.generate(
+        target, draft, IDS, max_new_tokens=9, rule="greedy", temperature=2.0, top_k=3
+    ).sequences
+    assert torch.equal(given, greedy)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_large_limit_allocates_little(models):
+    target, draft = models
+    sequences, _ = specdec_ext.generate(
+        target, draft, IDS, max_new_tokens=10**12, temperature=1.0, seeds=0, eos_token_id=3
+    )
+    assert sequences.shape[1] < 100
+
+
+def test_caches_grow_beyond_what_was_allocated(monkeypatch):
+    monkeypatch.setattr(sys.modules["specdec_ext.decoding.generate"], "ROOM", 3)
+    target, draft = tables(5)
+    few = specdec_ext.generate(
+        target, draft, IDS, max_new_tokens=50, temperature=1.0, seeds=0
+    ).sequences
+    monkeypatch.undo()
+    many = specdec_ext.generate(
+        target, draft, IDS, max_new_tokens=50, temperature=1.0, seeds=0
+    ).sequences
+    assert torch.equal(few, many)
 
 
 def test_operators_alone_do_not_import_transformers():

@@ -1,8 +1,8 @@
 """Wrong verifiers must fail: FIELD_NOTES A.1-A.6, A.8-A.11, A.17, one mistake each.
 
 Each control goes through the very function that the operators are tested with, and must come out
-biased by more than a stated bound, ten thousand times what the operators are allowed. `Naive` itself
-is correct, which is tested too: what fails is the mistake, not the harness.
+biased by more than a stated bound, fifty thousand times what the operators are allowed. `Naive`
+itself is correct, which is tested too: what fails is the mistake, not the harness.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 
 import pytest
 import torch
-from conftest import REFERENCE, f64
+from conftest import REFERENCE, f64, log_probs
 
 from specdec_ext.testing import (
     ExactLaw,
@@ -24,7 +24,7 @@ from specdec_ext.testing import (
     toy_models,
 )
 
-BIAS = 0.01  # total variation that every control exceeds
+BIAS = 0.05  # total variation that every control exceeds
 
 
 def draw(weights, u):
@@ -213,8 +213,8 @@ class OneCoinForAllSlots(Wrong):
         return torch.cat([uniforms[:, :1].expand(-1, uniforms.shape[1] - 1), uniforms[:, -1:]], 1)
 
 
-def law_of(verify, seed=0, vocab=4, gamma=2, **kwargs) -> ExactLaw:
-    target, draft = toy_models(seed, vocab, gamma, spread=2.0, noise=1.5)
+def law_of(verify, seed=1, vocab=4, gamma=2, **kwargs) -> ExactLaw:
+    target, draft = toy_models(seed, vocab, gamma, spread=1.5, noise=1.5)
     return exact_law(verify, target, draft, rule="token", **kwargs)
 
 
@@ -249,7 +249,7 @@ def test_extra_token_is_right_but_for_the_extra_token():
     assert law.first_token_tv < 1e-9 and law.tv > BIAS
 
 
-# ---- A.3: q is not the law that was sampled -------------------------------------------------------
+# ---- A.3: q is not the law that was sampled -----------------------------------------------------
 
 
 def test_greedy_draft_with_a_soft_q(backend):
@@ -266,9 +266,7 @@ def test_draft_drawn_after_top_k_but_raw_q_passed(backend):
     drawn = [filtered_law(draft[0], top_k=2)]
     law = exact_law(backend.verify, target, draft, drawn=drawn, rule="token")
     assert law.tv > BIAS
-    right = exact_law(
-        backend.verify, target, draft, rule="token", top_k=0, draft_top_k=2
-    )
+    right = exact_law(backend.verify, target, draft, rule="token", top_k=0, draft_top_k=2)
     assert right.tv < backend.tv
 
 
@@ -285,7 +283,7 @@ def test_a_sample_declared_deterministic(backend):
     assert law.mean_accepted < sampled.mean_accepted - BIAS
 
 
-# ---- A.5: greedy ----------------------------------------------------------------------------------
+# ---- A.5: greedy --------------------------------------------------------------------------------
 
 
 def test_greedy_through_a_ratio_test(backend):
@@ -313,12 +311,12 @@ def test_temperature_zero_as_a_small_temperature(backend):
     assert small.tokens.tolist() == [2, 2, 3, 3]  # the control: random
 
 
-# ---- A.6 ------------------------------------------------------------------------------------------
+# ---- A.6 ----------------------------------------------------------------------------------------
 
 
 def test_placeholder_rejected_with_the_residual(backend):
     kwargs = dict(stop=lambda prefix: True, ending="placeholder", poison=False, gamma=1, seed=5)
-    assert law_of(InvalidIdsAreRejected(), **kwargs).tv > 0.1, InvalidIdsAreRejected.note
+    assert law_of(InvalidIdsAreRejected(), **kwargs).tv > 0.05, InvalidIdsAreRejected.note
     assert law_of(Naive(), **kwargs).tv < 1e-9
     assert law_of(backend.verify, **kwargs).tv < backend.tv
 
@@ -346,7 +344,10 @@ def hierarchy_tv(verify, shared):
     half = torch.full((3, 2), 0.5, dtype=torch.float64)
     everyone = torch.arange(3)
     cuts = torch.cat(
-        [level(*pair, everyone, half).accept_probs[:, 0] for pair in ((middle, draft), (target, middle))]
+        [
+            level(*pair, everyone, half).accept_probs[:, 0]
+            for pair in ((middle, draft), (target, middle))
+        ]
     ).double()
     edges = torch.cat([f64([0.0]), cuts.sort().values, f64([1.0])])
     middles, widths = (edges[1:] + edges[:-1]) / 2, edges.diff()
@@ -371,7 +372,7 @@ def test_two_levels_sharing_coins(backend):
     assert hierarchy_tv(backend.verify, shared=True) > 0.03
 
 
-# ---- A.8: randomness ------------------------------------------------------------------------------
+# ---- A.8: randomness ----------------------------------------------------------------------------
 
 
 def test_one_coin_for_all_slots():
@@ -383,42 +384,41 @@ def test_one_coin_for_all_slots():
         law_of(OneCoinForAllSlots())
 
 
-def single_uniform_tv(noise):
-    """TV of the first token where draft, coin and final draw all come from ``noise(u)``."""
-    target, draft = toy_models(9, 3, 1, spread=2.0, noise=2.0)
-    q, goal = filtered_law(draft[0]), filtered_law(target[0])
-    grid = 64  # of a second, independent uniform: the midpoints of equal cells
+P, Q = [0.6, 0.25, 0.15], [0.1, 0.1, 0.8]  # h = 1, 1, 0.1875; residual (.5, .15, 0)
+
+
+def first_token(backend, coin_of):
+    """Law of the first token where the final draw reuses the uniform that drew the draft token.
+
+    ``coin_of(row, u)`` is the coin; row 0 and 1 weigh 0.1875 and 0.8125.
+    """
+    target, draft = log_probs(P), log_probs(Q)
 
     def outcome(row, u):
-        other = (row.double() + 0.5) / grid
-        x, uniforms = noise(u, other, q)
-        rows = target[0].expand(len(row), 2, 3)
-        drafts = draft[0].expand(len(row), 1, 3)
-        return Naive()(rows, x[:, None], drafts, uniforms=uniforms).tokens[:, 0]
+        count = len(row)
+        return backend.verify(
+            target.expand(count, 2, 3),
+            backend.sample(draft.expand(count, 3), u).tokens[:, None],
+            draft.expand(count, 1, 3),
+            uniforms=torch.stack([coin_of(row, u), u], 1),
+            rule="token",
+        ).tokens[:, 0]
 
     found = torch.zeros(3, dtype=torch.float64)
-    for (_, token), probability in step_law(outcome, grid, grid=64).items():
-        found[token] += probability / grid
-    return 0.5 * float((found - goal).abs().sum())
+    for (row, token), mass in step_law(outcome, 2, grid=64).items():
+        found[token] += mass * (0.1875, 0.8125)[row]
+    return found.tolist()
 
 
-def test_reseeding_before_each_draw():
-    def reseeded(u, other, q):
-        return draw(q.expand(len(u), 3), other), torch.stack([u, u], 1)
+def test_noise_shared_by_the_draft_and_the_residual(backend):
+    # Coins below and above the only threshold; u > .2 is known where token 2 was drafted.
+    law = first_token(backend, lambda row, u: f64([0.1, 0.5])[row])
+    assert law == pytest.approx([0.5625, 0.2875, 0.15], abs=1e-6)  # not .6, .25, .15
 
-    assert single_uniform_tv(reseeded) > BIAS
 
-
-def test_noise_shared_by_the_draft_and_the_residual():
-    def shared(u, other, q):
-        return draw(q.expand(len(u), 3), u), torch.stack([other, u], 1)
-
-    def fresh(u, other, q):
-        # The draft token's own randomness is integrated by `other`, the coin by a skewed lattice.
-        return draw(q.expand(len(u), 3), other), torch.stack([(other * 37) % 1, u], 1)
-
-    assert single_uniform_tv(shared) > BIAS
-    assert single_uniform_tv(fresh) < single_uniform_tv(shared)
+def test_reseeding_before_each_draw(backend):
+    law = first_token(backend, lambda row, u: u)
+    assert law[2] == 0  # not .15
 
 
 def rounds_are_fresh(uniforms):
@@ -447,7 +447,7 @@ def test_batch_mates_sharing_a_coin():
         assert_tokens_match(case.run(shared), case.run(REFERENCE.verify), case)
 
 
-# ---- A.9: residuals that round to zero --------------------------------------------------------------
+# ---- A.9: residuals that round to zero ----------------------------------------------------------
 
 
 def zero_residual_inputs():
@@ -485,7 +485,7 @@ def test_residual_that_rounds_to_zero_without_a_fallback():
     assert draw(residual.double(), f64([0.5])).tolist() == [999]  # masked
 
 
-# ---- A.10: the accept test --------------------------------------------------------------------------
+# ---- A.10: the accept test ----------------------------------------------------------------------
 
 
 class AcceptsAtEquality(Wrong):
@@ -529,8 +529,8 @@ def test_q_of_zero_at_the_drafted_token(backend, rule):
     # Nothing was sampled from q there: the draft ends, the token comes from p.
     assert result.status.tolist() == [4] and result.num_accepted.tolist() == [0]
     assert bool(result.accept_probs.isnan().all())
-    ratio = float(filtered_law(inputs["target_logits"])[0, 0, 0]) / 0.0 if False else math.inf
-    assert not AcceptsAtEquality().accepts(f64(math.nan), f64(0.0), f64(0.0)) and ratio == math.inf
+    # The control: u q < p alone accepts what q cannot have drawn, with a ratio of inf.
+    assert Naive()(**inputs).num_accepted.tolist() == [1]
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
@@ -552,7 +552,7 @@ def test_q_that_would_round_above_one(backend, rule, dtype):
     assert not Naive().accepts(f64(1 - 2**-53), p, p * (1 + 2**-24))
 
 
-# ---- A.11: sums and lattices --------------------------------------------------------------------------
+# ---- A.11: sums and lattices --------------------------------------------------------------------
 
 
 def flat_with_a_rare_token():
@@ -607,7 +607,7 @@ def test_a_float32_running_sum_ends_short():
     assert abs(float(running) - 1) > 1e-5
 
 
-# ---- A.17: vocabularies, masks ------------------------------------------------------------------------
+# ---- A.17: vocabularies, masks ------------------------------------------------------------------
 
 
 class TruncatedTarget(Wrong):

@@ -290,7 +290,7 @@ TYPE_ERRORS = [
     ("sample", {"generator": 1}, "generator must be a torch.Generator or None, got int"),
     ("verify", {"draft_tokens": [[1]]}, "draft_tokens must be a Tensor, got list"),
     ("verify", {"draft_lengths": [1, 1]}, "draft_lengths must be a Tensor or None, got list"),
-    ("verify", {"draft_top_p": object()}, "draft_top_p must be a Tensor, a number, a list"),
+    ("verify", {"draft_top_p": b"0.5"}, "draft_top_p must be a Tensor, a number, a list"),
     ("verify", {"rule": 1}, "rule must be a str, got int"),
     ("verify", {"beta": 3.0}, "beta must be an int, got float"),
     ("verify", {"tau": "1"}, "tau must be a number, got str"),

@@ -1526,7 +1526,7 @@ def make_case(
         rows = values.shape[0] * values.shape[1]
         order = torch.randperm(rows, generator=generator)
         table = torch.empty(rows, values.shape[-1], dtype=values.dtype)
-        table[order] = values.reshape(rows, -1)
+        table[order] = values.flatten(0, 1)
         inputs[name] = _laid_out(table, "padded" if layout == "padded" else "contiguous")
         rows_name = "target_rows" if name == "target_logits" else "draft_rows"
         inputs[rows_name] = order.reshape(values.shape[:2]).to(id_dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -67,7 +68,14 @@ def per_request(name: str, value: Any, batch: int) -> list[Any]:
     """Return one Python number a request."""
     if isinstance(value, Tensor):
         value = value.tolist()
-    values = [value] * batch if isinstance(value, (int, float)) else list(value)
+    if isinstance(value, Real):
+        return [value] * batch
+    values = list(value) if isinstance(value, Iterable) else [value]
+    if not all(isinstance(number, Real) for number in values):
+        raise TypeError(
+            f"generate: {name} must be a number, or a Tensor or sequence of them, got "
+            f"{type(value).__name__}"
+        )
     if len(values) != batch:
         raise ValueError(
             f"generate: {name} must be one number or [B] = [{batch}], got [{len(values)}]"
@@ -122,7 +130,7 @@ def seeds(
     """Return the seed of each request, ``[B]`` int64."""
     if seeds is not None and generator is not None:
         raise ValueError("generate: give seeds or generator, not both")
-    if isinstance(seeds, int):
+    if isinstance(seeds, int) and not isinstance(seeds, bool):
         return seeds + torch.arange(batch, device=device)
     if isinstance(seeds, Tensor):
         if seeds.dtype != torch.int64 or tuple(seeds.shape) != (batch,):

@@ -20,6 +20,7 @@ __all__ = ["Burst", "Generated", "GenerationError", "generate"]
 LOSSLESS = ("block", "token")
 READ_DRAFT_LAW = (*LOSSLESS, "lenient")
 DRAFT_ENDED_EARLY = ops.STATUS_INVALID_DRAFT_TOKEN | ops.STATUS_NO_DRAFT_LAW
+ROOM = 512  # slots that the caches allocate beyond the prompt; they double when it is used up
 FATAL = {
     ops.STATUS_NO_TARGET_LAW: "the target's logits hold NaN, +inf or nothing finite",
     ops.STATUS_PARAMETER_OUT_OF_RANGE: "a sampling parameter is out of range",
@@ -196,6 +197,7 @@ def generate(
         top_p=top_p,
         min_p=min_p,
     )
+    greedy = greedy or rule == "greedy"
     randomness = arguments.seeds(seeds, generator, batch, input_ids.device, unused=greedy)
     if getattr(target, "training", False) or getattr(draft, "training", False):
         warnings.warn(
@@ -261,9 +263,9 @@ class _Generation:
         self.prompts = input_ids
         self.attention_mask = attention_mask
         self.gamma = gamma
-        self.filters = filters
-        self.seeds = seeds
         self.rule = "greedy" if greedy and rule in LOSSLESS else rule
+        self.filters = {} if self.rule == "greedy" else filters
+        self.seeds = seeds
         self.rule_options = rule_options
         self.needs_law = self.rule in READ_DRAFT_LAW
         self.greedy = greedy
@@ -287,7 +289,7 @@ class _Generation:
         lengths = [ids.shape[1]] * len(self.limits) if mask is None else mask.sum(1).tolist()
         self.positions = torch.tensor(lengths, device=device)  # [B], where the next token goes
         self.ends = self.positions + torch.tensor(self.limits, device=device)
-        room = ids.shape[1] + max(self.limits) + self.gamma
+        room = ids.shape[1] + min(max(self.limits) + self.gamma, ROOM)
         self.target = CachedModel(self.target_model, self.ends, room=room)
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self.drafter.start(
@@ -307,6 +309,7 @@ class _Generation:
 
         self.clock.start("draft")
         draft = self.drafter.propose(gamma, self.positions)
+        gamma = draft.tokens.shape[1]  # it may have had fewer to propose
 
         self.clock.start("target")
         logits = self.target.forward(torch.cat([self.last, draft.tokens], 1))  # [B, gamma + 1, V]

@@ -25,7 +25,7 @@ class Requests:
     ends : Tensor
         ``[B]`` int64, the position at which each request must stop.
     room : int
-        Positions that the longest request may come to use, rejected draft tokens included.
+        Slots that a cache should allocate at first.
     seeds : Tensor or None
         ``[B]`` int64; None if nothing is drawn at random.
     filters : mapping of str to Tensor

@@ -1,0 +1,364 @@
+"""Every refusal: ValueError from operators, TypeError from the Python functions, and what they say.
+
+A message names the argument, the shape in symbols, and what came.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from conftest import f64
+
+import specdec_ext
+
+B, G, V = 2, 3, 5
+
+
+def ints(*shape, dtype=torch.int64):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def floats(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def arguments(op):
+    """Arguments that the operator takes."""
+    if op == "verify":
+        return dict(
+            target_logits=floats(B, G + 1, V),
+            draft_tokens=ints(B, G),
+            draft_logits=floats(B, G, V),
+            uniforms=floats(B, G + 1, dtype=torch.float64),
+        )
+    if op == "sample":
+        return dict(logits=floats(B, V), uniforms=floats(B, dtype=torch.float64))
+    if op == "row_law":
+        return dict(logits=floats(B, V))
+    if op == "acceptance":
+        return dict(target_logits=floats(B, V), draft_logits=floats(B, V))
+    return dict(seeds=ints(B), positions=ints(B), n=4)
+
+
+def strided(*shape):
+    return floats(*shape, 2)[..., 0]
+
+
+SEEDS = dict(seeds=ints(B), positions=ints(B), uniforms=None)
+ROWS = dict(target_rows=ints(B, G + 1), target_logits=floats(7, V))
+DRAFT_ROWS = dict(draft_rows=ints(B, G), draft_logits=floats(7, V))
+PROBS = dict(draft_logits=None, draft_probs=floats(B, G, V))
+
+# (operator, changed arguments, everything that the message must contain, between bars)
+VALUE_ERRORS = [
+    # target_logits
+    ("verify", dict(target_logits=floats(B, G, V)),
+     "target_logits | [B, G+1, V] | [2, 3, 5] float32"),
+    ("verify", dict(target_logits=floats(B + 1, G + 1, V)),
+     "target_logits | [B, G+1, V] | [3, 4, 5]"),
+    ("verify", dict(target_logits=floats(B * (G + 1), V)), "target_logits | [B, G+1, V] | [8, 5]"),
+    ("verify", dict(target_logits=floats(B, G + 1, V, dtype=torch.float64)),
+     "target_logits | float32, bfloat16 or float16 | float64"),
+    ("verify", dict(target_logits=ints(B, G + 1, V)),
+     "target_logits | float32, bfloat16 or float16 | int64"),
+    ("verify", dict(target_logits=floats(B, G + 1, 0)),
+     "target_logits | at least one vocabulary entry | [2, 4, 0]"),
+    ("verify", dict(target_logits=strided(B, G + 1, V)), "target_logits | unit stride | stride 2"),
+    # draft_tokens
+    ("verify", dict(draft_tokens=ints(3, dtype=torch.int64)),
+     "draft_tokens | [B, G] int32 or int64 | [3] int64"),
+    ("verify", dict(draft_tokens=floats(B, G)),
+     "draft_tokens | [B, G] int32 or int64 | [2, 3] float32"),
+    ("verify", dict(draft_tokens=ints(B, G, dtype=torch.int16)),
+     "draft_tokens | int32 or int64 | int16"),
+    ("verify", dict(draft_tokens=ints(B, G, 1)), "draft_tokens | [B, G] | [2, 3, 1]"),
+    # the draft's law
+    ("verify", dict(draft_logits=floats(B, G + 1, V)), "draft_logits | [B, G, Vd] | [2, 4, 5]"),
+    ("verify", dict(draft_logits=floats(B, G, V, dtype=torch.float64)), "draft_logits | float64"),
+    ("verify", dict(draft_logits=floats(B, G, 0)), "draft_logits | at least one vocabulary entry"),
+    ("verify", dict(draft_logits=strided(B, G, V)), "draft_logits | unit stride | stride 2"),
+    ("verify", dict(draft_probs=floats(B, G, V)), "draft_logits | draft_probs | both"),
+    ("verify", {**PROBS, "draft_probs": floats(B, V)}, "draft_probs | [B, G, Vd] | [2, 5]"),
+    ("verify", {**PROBS, "draft_probs": ints(B, G, V)},
+     "draft_probs | float32, bfloat16 or float16 | int64"),
+    ("verify", {**PROBS, "draft_temperature": floats(B)},
+     "draft_temperature | draft_logits | draft_probs"),
+    ("verify", {**PROBS, "draft_top_k": ints(B)}, "draft_top_k | draft_probs"),
+    ("verify", {**PROBS, "draft_top_p": floats(B)}, "draft_top_p | draft_probs"),
+    ("verify", {**PROBS, "draft_min_p": floats(B)}, "draft_min_p | draft_probs"),
+    ("verify", dict(draft_logits=None, draft_temperature=floats(B)),
+     "draft_ | draft_logits or draft_probs | neither"),
+    ("verify", dict(draft_logits=None, draft_rows=ints(B, G)),
+     "draft_rows | draft_logits or draft_probs | neither"),
+    # kinds, lengths, rows
+    ("verify", dict(draft_kinds=ints(B, G)), "draft_kinds | [B, G] | int8 | int64"),
+    ("verify", dict(draft_kinds=ints(B, G + 1, dtype=torch.int8)),
+     "draft_kinds | [B, G] | [2, 4] int8"),
+    ("verify", dict(draft_lengths=ints(B + 1)), "draft_lengths | [B] | [3] int64"),
+    ("verify", dict(draft_lengths=floats(B)), "draft_lengths | [B] | int32 or int64 | float32"),
+    ("verify", {**ROWS, "target_rows": ints(B, G)}, "target_rows | [B, G+1] | [2, 3] int64"),
+    ("verify", {**ROWS, "target_rows": floats(B, G + 1)}, "target_rows | int32 or int64 | float32"),
+    ("verify", dict(target_rows=ints(B, G + 1)),
+     "target_logits | [R, V] | target_rows | [2, 4, 5]"),
+    ("verify", {**DRAFT_ROWS, "draft_rows": ints(B, G + 1)}, "draft_rows | [B, G] | [2, 4] int64"),
+    ("verify", dict(draft_rows=ints(B, G)), "draft_logits | Vd] | draft_rows | [2, 3, 5]"),
+    # randomness
+    ("verify", dict(uniforms=None), "uniforms | seeds | positions | neither"),
+    ("verify", {**SEEDS, "uniforms": floats(B, G + 1, dtype=torch.float64)},
+     "uniforms | seeds | both"),
+    ("verify", {**SEEDS, "positions": None}, "seeds | positions | only seeds"),
+    ("verify", {**SEEDS, "seeds": None}, "seeds | positions | only positions"),
+    ("verify", {**SEEDS, "seeds": ints(B, dtype=torch.int32)}, "seeds | [B] | int64 | int32"),
+    ("verify", {**SEEDS, "seeds": ints(B + 1)}, "seeds | [B] | [3] int64"),
+    ("verify", {**SEEDS, "positions": floats(B)}, "positions | [B] | int64 | float32"),
+    ("verify", {**SEEDS, "positions": ints(B, 1)}, "positions | [B] | [2, 1] int64"),
+    ("verify", dict(uniforms=floats(B, G + 1)), "uniforms | [B, G+1] | float64 | [2, 4] float32"),
+    ("verify", dict(uniforms=floats(B, G, dtype=torch.float64)),
+     "uniforms | [B, G+1] | [2, 3] float64"),
+    ("verify", dict(stream=-1), "stream | [0, 256) | -1"),
+    ("verify", dict(stream=256), "stream | [0, 256) | 256"),
+    # parameters
+    ("verify", dict(temperature=floats(B + 1)), "temperature | [B] | float32 | [3]"),
+    ("verify", dict(temperature=floats(B, dtype=torch.float64)),
+     "temperature | [B] | float32 | float64"),
+    ("verify", dict(top_k=floats(B)), "top_k | [B] | int32 or int64 | float32"),
+    ("verify", dict(top_p=ints(B)), "top_p | [B] | float32 | int64"),
+    ("verify", dict(min_p=floats(B, 1)), "min_p | [B] | [2, 1]"),
+    ("verify", dict(draft_temperature=floats(1)), "draft_temperature | [B] | [1]"),
+    ("verify", dict(draft_top_k=floats(B)), "draft_top_k | int32 or int64 | float32"),
+    ("verify", dict(draft_top_p=floats(B + 1)), "draft_top_p | [B] | [3]"),
+    ("verify", dict(draft_min_p=ints(B)), "draft_min_p | float32 | int64"),
+    # the rule and its numbers, checked whatever the rule
+    ("verify", dict(rule="magic"),
+     "rule | block | token | greedy | lenient | top_beta | typical | magic"),
+    ("verify", dict(rule=""), "rule | block"),
+    ("verify", dict(rule="coupled"), "rule | coupled"),
+    ("verify", dict(lenience=0.0), "lenience | (0, 1] | 0"),
+    ("verify", dict(lenience=1.5), "lenience | (0, 1] | 1.5"),
+    ("verify", dict(lenience=float("nan")), "lenience | nan"),
+    ("verify", dict(beta=0), "beta | at least 1 | 0"),
+    ("verify", dict(tau=-0.5), "tau | >= 0 | -0.5"),
+    ("verify", dict(tau=float("inf")), "tau | finite | inf"),
+    ("verify", dict(epsilon=0.0), "epsilon | > 0 | 0"),
+    ("verify", dict(epsilon=float("inf")), "epsilon | finite | inf"),
+    ("verify", dict(delta=-1.0), "delta | > 0 | -1"),
+    ("verify", dict(delta=float("nan")), "delta | nan"),
+    # sample
+    ("sample", dict(logits=floats(B, 1, V)), "logits | [B, V] | [2, 1, 5]"),
+    ("sample", dict(logits=floats(B, V, dtype=torch.float64)), "logits | float64"),
+    ("sample", dict(logits=floats(B, 0)), "logits | at least one vocabulary entry"),
+    ("sample", dict(logits=strided(B, V)), "logits | unit stride"),
+    ("sample", dict(uniforms=floats(B)), "uniforms | [B] | float64 | float32"),
+    ("sample", dict(uniforms=floats(B, 1, dtype=torch.float64)), "uniforms | [B] | [2, 1]"),
+    ("sample", dict(uniforms=None), "uniforms | neither"),
+    ("sample", dict(seeds=ints(B), positions=ints(B)), "uniforms | both"),
+    ("sample", dict(uniforms=None, seeds=ints(B)), "positions | only seeds"),
+    ("sample", dict(domain=0), "domain | 1 (RESIDUAL) | 2 (DRAFT) | 0"),
+    ("sample", dict(domain=3), "domain | 3"),
+    ("sample", dict(draft_index=-1), "draft_index | 65536 | -1"),
+    ("sample", dict(draft_index=65536), "draft_index | 65536"),
+    ("sample", dict(stream=256), "stream | [0, 256)"),
+    ("sample", dict(temperature=floats(B + 1)), "temperature | [B] | [3]"),
+    ("sample", dict(top_k=floats(B)), "top_k | int32 or int64"),
+    # row_law
+    ("row_law", dict(logits=floats(V)), "logits | [R, V] | [5]"),
+    ("row_law", dict(logits=ints(B, V)), "logits | float32, bfloat16 or float16 | int64"),
+    ("row_law", dict(logits=strided(B, V)), "logits | unit stride"),
+    ("row_law", dict(top_p=floats(B, dtype=torch.float64)), "top_p | float32 | float64"),
+    ("row_law", dict(min_p=floats(1)), "min_p | [1]"),
+    # acceptance
+    ("acceptance", dict(target_logits=floats(B, 1, V)), "target_logits | [R, V] | [2, 1, 5]"),
+    ("acceptance", dict(draft_logits=floats(B + 1, V)), "draft_logits | [R, Vd] | [3, 5]"),
+    ("acceptance", dict(draft_logits=ints(B, V)), "draft_logits | int64"),
+    ("acceptance", dict(draft_top_k=floats(B)), "draft_top_k | int32 or int64"),
+    ("acceptance", dict(temperature=floats(B + 1)), "temperature | [3]"),
+    # uniforms
+    ("uniforms", dict(seeds=floats(B)), "seeds | int64 | float32"),
+    ("uniforms", dict(seeds=ints(B, 1)), "seeds | [B] | [2, 1]"),
+    ("uniforms", dict(positions=ints(B + 1)), "positions | [B] | [3]"),
+    ("uniforms", dict(n=0), "n  | 0"),
+    ("uniforms", dict(n=70_000), "n  | 70000"),
+    ("uniforms", dict(stream=256), "stream | [0, 256)"),
+]  # fmt: skip
+
+
+def describe(entry):
+    op, changes, _ = entry
+    shown = [
+        f"{k}={list(v.shape)}:{str(v.dtype)[6:]}" if isinstance(v, torch.Tensor) else f"{k}={v}"
+        for k, v in changes.items()
+    ]
+    return f"{op}-{'-'.join(shown)}"
+
+
+@pytest.mark.parametrize("entry", VALUE_ERRORS, ids=describe)
+def test_value_errors(operator, entry):
+    op, changes, words = entry
+    call = {k: v for k, v in {**arguments(op), **changes}.items() if v is not None}
+    getattr(operator, op)(**{k: v for k, v in arguments(op).items() if v is not None})  # is legal
+    with pytest.raises(ValueError) as raised:
+        getattr(operator, op)(**call)
+    message = str(raised.value)
+    assert message.startswith(f"{op}: ")
+    assert all(word in message for word in words.split(" | ")), message
+    assert re.search(r"got |must ", message)
+
+
+@pytest.mark.parametrize("entry", VALUE_ERRORS, ids=describe)
+def test_value_errors_through_the_functions(entry):
+    # The Python functions pass tensors on untouched: the same ValueErrors, except where they supply
+    # the randomness themselves.
+    op, changes, _ = entry
+    call = {k: v for k, v in {**arguments(op), **changes}.items() if v is not None}
+    if changes in (dict(uniforms=None), {**SEEDS, "seeds": None}):
+        assert getattr(specdec_ext, op)(**call) is not None
+        return
+    with pytest.raises(ValueError, match=f"^{op}: "):
+        getattr(specdec_ext, op)(**call)
+
+
+def test_message_in_full(operator):
+    with pytest.raises(ValueError) as raised:
+        operator.verify(**{**arguments("verify"), "draft_tokens": floats(3)})
+    expected = "verify: draft_tokens must be [B, G] int32 or int64, got [3] float32"
+    assert str(raised.value) == expected
+
+
+def test_more_columns_than_counters(operator):
+    gamma = 65_535
+    with pytest.raises(ValueError, match="65534 columns, got .*65535"):
+        operator.verify(floats(1, gamma + 1, 1), ints(1, gamma), rule="greedy")
+    gamma = 65_534
+    result = operator.verify(floats(1, gamma + 1, 1), ints(1, gamma), rule="greedy")
+    assert result.num_accepted.tolist() == [gamma]
+
+
+@pytest.mark.parametrize("rule", ["greedy", "top_beta"])
+def test_rules_that_need_no_randomness(operator, rule):
+    call = arguments("verify")
+    del call["uniforms"]
+    assert operator.verify(**call, rule=rule).status.tolist() == [0, 0]
+    # What is given is still checked.
+    with pytest.raises(ValueError, match="uniforms must be"):
+        operator.verify(**call, rule=rule, uniforms=floats(B, G + 1))
+
+
+# ---- TypeErrors of the Python functions ---------------------------------------------------------
+
+TYPE_ERRORS = [
+    ("verify", dict(target_logits=[[0.0]]), "target_logits must be a Tensor, got list"),
+    ("verify", dict(draft_tokens=None), "draft_tokens must be a Tensor, got NoneType"),
+    ("verify", dict(draft_logits="x"), "draft_logits must be a Tensor or None, got str"),
+    ("verify", dict(draft_probs=1.0), "draft_probs must be a Tensor or None, got float"),
+    ("verify", dict(draft_kinds=[1]), "draft_kinds must be a Tensor or None, got list"),
+    ("verify", dict(draft_lengths=3), "draft_lengths must be a Tensor or None, got int"),
+    ("verify", dict(target_rows=(0,)), "target_rows must be a Tensor or None, got tuple"),
+    ("verify", dict(draft_rows={}), "draft_rows must be a Tensor or None, got dict"),
+    ("verify", dict(uniforms=0.5), "uniforms must be a Tensor or None, got float"),
+    ("verify", dict(seeds=7, uniforms=None), "seeds must be a Tensor or None, got int"),
+    ("verify", dict(positions=[0]), "positions must be a Tensor or None, got list"),
+    ("verify", dict(temperature="hot"), "temperature must be .*, got str"),
+    ("verify", dict(top_k=1.5), "top_k must be .*, got float"),
+    ("verify", dict(top_p=["x"]), "top_p must be .*, got list"),
+    ("verify", dict(min_p=True), "min_p must be .*, got bool"),
+    ("verify", dict(draft_temperature=b"1"), "draft_temperature must be .*, got bytes"),
+    ("verify", dict(rule=1), "rule must be a str, got int"),
+    ("verify", dict(stream=1.0), "stream must be an int, got float"),
+    ("verify", dict(beta=True), "beta must be an int, got bool"),
+    ("verify", dict(lenience="1"), "lenience must be a number, got str"),
+    ("verify", dict(full_accept_probs=1), "full_accept_probs must be a bool, got int"),
+    ("verify", dict(raw_logprobs="no"), "raw_logprobs must be a bool, got str"),
+    ("verify", dict(uniforms=None, generator=3), "generator must be a torch.Generator or None"),
+    ("sample", dict(logits=None), "logits must be a Tensor, got NoneType"),
+    ("sample", dict(uniforms=[0.5]), "uniforms must be a Tensor or None, got list"),
+    ("sample", dict(draft_index=None), "draft_index must be an int, got NoneType"),
+    ("sample", dict(domain="x"), "domain must be an int, got str"),
+    ("row_law", dict(logits=1), "logits must be a Tensor, got int"),
+    ("row_law", dict(top_k=object()), "top_k must be .*, got object"),
+    ("acceptance", dict(draft_logits=None), "draft_logits must be a Tensor, got NoneType"),
+    ("uniforms", dict(n=2.0), "n must be an int, got float"),
+    ("uniforms", dict(seeds=5), "seeds must be a Tensor, got int"),
+]
+
+
+@pytest.mark.parametrize("op, changes, message", TYPE_ERRORS)
+def test_type_errors(op, changes, message):
+    with pytest.raises(TypeError, match=f"^{op}: {message}"):
+        getattr(specdec_ext, op)(**{**arguments(op), **changes})
+
+
+@pytest.mark.parametrize("op", ["verify", "sample", "row_law", "acceptance", "uniforms"])
+def test_backends_by_name(op):
+    call = arguments(op)
+    for name in ("auto", "cpu", "reference"):
+        assert getattr(specdec_ext, op)(**call, backend=name) is not None
+    with pytest.raises(ValueError, match=f"^{op}: backend 'triton' is absent"):
+        getattr(specdec_ext, op)(**call, backend="triton")
+    with pytest.raises(ValueError, match=f"^{op}: backend must be one of .*, got 'tpu'"):
+        getattr(specdec_ext, op)(**call, backend="tpu")
+
+
+# ---- what the Python functions add --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend_name", ["cpu", "reference"])
+def test_parameters_as_numbers_sequences_and_tensors(backend_name):
+    call = arguments("verify")
+    call["target_logits"] = torch.randn(B, G + 1, V, generator=torch.Generator().manual_seed(0))
+    call["uniforms"] = call["uniforms"] + 0.4
+    ways = [
+        dict(temperature=0.5, top_k=3, top_p=0.9, min_p=0.01, draft_temperature=2),
+        dict(
+            temperature=[0.5, 0.5], top_k=(3, 3), top_p=[0.9] * 2, min_p=[0.01] * 2,
+            draft_temperature=[2.0, 2.0],
+        ),
+        dict(
+            temperature=torch.full((B,), 0.5), top_k=torch.full((B,), 3),
+            top_p=torch.full((B,), 0.9), min_p=torch.full((B,), 0.01),
+            draft_temperature=torch.full((B,), 2.0),
+        ),
+    ]  # fmt: skip
+    first, *others = (specdec_ext.verify(**call, **way, backend=backend_name) for way in ways)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sequences_of_the_wrong_length():
+    with pytest.raises(ValueError, match=r"temperature must be \[B\]"):
+        specdec_ext.verify(**arguments("verify"), temperature=[1.0, 1.0, 1.0])
+
+
+def test_fresh_randomness():
+    call = arguments("sample")
+    call["logits"] = torch.zeros(B, 1000)
+    del call["uniforms"]
+    torch.manual_seed(3)
+    one, two = specdec_ext.sample(**call).tokens, specdec_ext.sample(**call).tokens
+    torch.manual_seed(3)
+    again = specdec_ext.sample(**call).tokens
+    assert torch.equal(one, again) and not torch.equal(one, two)
+    own = [
+        specdec_ext.sample(**call, generator=torch.Generator().manual_seed(s)).tokens
+        for s in (5, 5, 6)
+    ]
+    assert torch.equal(own[0], own[1]) and not torch.equal(own[0], own[2])
+
+
+@pytest.mark.parametrize(
+    "given", [dict(uniforms=f64([0.5, 0.5])), dict(seeds=ints(B), positions=ints(B))]
+)
+def test_a_generator_beside_other_randomness(given):
+    with pytest.raises(ValueError, match="generator must be None where"):
+        specdec_ext.sample(floats(B, V), **given, generator=torch.Generator())
+
+
+def test_nothing_is_written_after_a_refusal(operator):
+    # A refused call leaves no half-filled output behind: it returns nothing at all.
+    call = arguments("verify")
+    before = {k: v.clone() for k, v in call.items()}
+    with pytest.raises(ValueError):
+        operator.verify(**call, rule="magic")
+    assert all(torch.equal(call[k], before[k]) for k in call)

@@ -1,0 +1,252 @@
+"""Operators against the reference: equal, or excused by a float64 margin and rarely.
+
+And the reference against the checker of `specdec_ext.testing`, which recomputes every decision from
+laws found by sorting: two texts of the same mathematics that must agree to 1e-9.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import REFERENCE, f64
+
+from specdec_ext.testing import (
+    VerifyCase,
+    assert_tokens_match,
+    draw_interval,
+    explain_outcome,
+    filtered_law,
+    make_case,
+)
+
+RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# What varies, one at a time; everything else is make_case's mixture of styles, filters, lengths.
+VARIANTS = {
+    "plain": {},
+    "bfloat16": dict(dtype=torch.bfloat16),
+    "float16": dict(dtype=torch.float16),
+    "mixed dtypes": dict(dtype=torch.bfloat16, draft_dtype=torch.float32),
+    "transposed": dict(layout="transposed"),
+    "padded": dict(layout="padded", dtype=torch.bfloat16),
+    "packed": dict(packed=True),
+    "packed padded int32": dict(packed=True, layout="padded", id_dtype=torch.int32),
+    "int32": dict(id_dtype=torch.int32),
+    "no filters": dict(filters=False, greedy_rows=False),
+    "draft filters": dict(draft_filters=True),
+    "draft probs": dict(draft="probs"),
+    "draft probs bfloat16": dict(draft="probs", dtype=torch.bfloat16, packed=True),
+    "no draft law": dict(draft="none"),
+    "mixed kinds": dict(kinds="mixed"),
+    "deterministic kinds": dict(kinds="deterministic"),
+    "smaller draft vocabulary": dict(draft_vocab=11),
+    "larger draft vocabulary": dict(draft_vocab=23, draft_filters=True),
+    "philox": dict(philox=True),
+    "philox stream": dict(philox=True, stream=7),
+    "full accept_probs": dict(full_accept_probs=True),
+    "raw logprobs": dict(raw_logprobs=True),
+    "one column": dict(gamma=1),
+    "eight columns": dict(gamma=8, batch=4),
+    "vocabulary 1": dict(vocab=1),
+    "vocabulary 2": dict(vocab=2),
+    "vocabulary 1000": dict(vocab=1000),
+    "odd vocabulary, several tiles": dict(vocab=9001, batch=3, layout="padded"),
+    "several tiles, bfloat16": dict(vocab=8193, batch=3, dtype=torch.bfloat16, draft_vocab=5000),
+}
+
+
+def compare(operator, case, seeds=1):
+    excused = assert_tokens_match(
+        operator.run(case), REFERENCE.run(case), case, tolerance=operator.tolerance
+    )
+    assert excused <= 1  # a tie within 1e-5 is rare
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_verify(operator, variant, rule):
+    for seed in range(2 if "tiles" in variant else 6):
+        compare(operator, make_case(seed, rule=rule, **VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "tiles" not in name])
+def test_reference_is_admissible_in_every_decision(variant, rule):
+    case = make_case(100, rule=rule, **VARIANTS[variant])
+    result = REFERENCE.run(case)
+    for b in range(case.batch):
+        assert explain_outcome(result, case, b, tolerance=1e-9) == ""
+
+
+@pytest.mark.parametrize("options", [dict(lenience=0.3), dict(lenience=1.0)], ids=str)
+def test_lenient(operator, options):
+    for seed in range(8):
+        compare(operator, make_case(seed, rule="lenient", **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(beta=1), dict(beta=2, tau=0.1), dict(beta=17, tau=50.0), dict(tau=0.0)],
+    ids=str,
+)
+def test_top_beta(operator, options):
+    for seed in range(8):
+        compare(operator, make_case(seed, rule="top_beta", **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(epsilon=0.3, delta=0.9), dict(epsilon=5.0, delta=0.2), dict(delta=9.0)],
+    ids=str,
+)
+def test_typical(operator, options):
+    for seed in range(8):
+        compare(operator, make_case(seed, rule="typical", **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_large_vocabulary(operator, rule, dtype):
+    case = make_case(5, rule=rule, batch=3, gamma=3, vocab=151_936, dtype=dtype, draft_filters=True)
+    compare(operator, case)
+
+
+def test_batch_of_many(operator):
+    # Several slices of requests in one call.
+    compare_many = make_case(6, batch=300, gamma=2, vocab=2000, rule="block")
+    excused = assert_tokens_match(
+        operator.run(compare_many), REFERENCE.run(compare_many), compare_many
+    )
+    assert excused <= 3
+
+
+def test_mismatches_are_not_excused_for_nothing(operator):
+    # The comparison itself: each field, disturbed, is refused.
+    case = make_case(7, batch=4, gamma=3, filters=False, greedy_rows=False, ragged=False)
+    good = REFERENCE.run(case)
+    assert assert_tokens_match(operator.run(case), good, case) == 0
+    bad_token = good.tokens.clone()
+    row = int((good.num_accepted < 3).nonzero()[0])
+    last = int(good.num_accepted[row])
+    bad_token[row, last] = (bad_token[row, last] + 1) % 17
+    disturbed = [
+        good._replace(tokens=bad_token),
+        good._replace(num_accepted=good.num_accepted + 1),
+        good._replace(logprobs=good.logprobs + 1e-3),
+        good._replace(accept_probs=good.accept_probs * 0.999),
+        good._replace(status=good.status + 4),
+        good._replace(tokens=good.tokens.int()),
+        good._replace(tokens=good.tokens[:, :-1]),
+    ]
+    for outcome in disturbed:
+        with pytest.raises(AssertionError):
+            assert_tokens_match(outcome, good, case)
+
+
+def test_a_tie_is_excused():
+    # p = q = 1/2 at x, u a hair below and above the threshold 0.6: each outcome excuses the other.
+    case = VerifyCase(
+        dict(
+            target_logits=torch.tensor([[[0.3, 0.7], [0.5, 0.5]]]).log(),
+            draft_tokens=torch.tensor([[0]]),
+            draft_logits=torch.tensor([[[0.5, 0.5]]]).log(),
+            uniforms=f64([[0.6 - 1e-6, 0.2]]),
+            rule="token",
+        )
+    )
+    below = REFERENCE.run(case)
+    above = REFERENCE.run(case.replace(uniforms=f64([[0.6 + 1e-6, 0.2]])))
+    assert below.num_accepted.tolist() == [1] and above.num_accepted.tolist() == [0]
+    assert assert_tokens_match(above, below, case) == 1
+    with pytest.raises(AssertionError, match="rejected at u"):
+        assert_tokens_match(above, below, case, tolerance=1e-7)
+
+
+# ---- the other operators ------------------------------------------------------------------------
+
+
+def parameters(seed, rows, vocab, greedy=True):
+    case = make_case(seed, batch=rows, gamma=1, vocab=vocab, greedy_rows=greedy)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return case.inputs["target_logits"][:, 0], {name: case.inputs[name] for name in names}
+
+
+def scalars(params, row):
+    return {name: value[row].item() for name, value in params.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 17, 4097])
+def test_row_law(operator, dtype, vocab):
+    for seed in range(4):
+        logits, params = parameters(seed, 24, vocab)
+        logits = logits.to(dtype)
+        got, expected = (b.row_law(logits, **params) for b in (operator, REFERENCE))
+        assert torch.equal(got.max, expected.max)
+        assert torch.equal(got.scale, expected.scale)
+        assert torch.equal(got.argmax, expected.argmax)
+        # min-p's cutoff may be rounded either way; nothing may lie in between.
+        torch.testing.assert_close(got.cutoff, expected.cutoff, rtol=3e-7, atol=1e-6)
+        kept, kept_expected = ((logits.float() >= law.cutoff[:, None]) for law in (got, expected))
+        assert torch.equal(kept, kept_expected)
+        torch.testing.assert_close(got.log_z, expected.log_z, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 17, 4097])
+def test_sample(operator, dtype, vocab):
+    for seed in range(4):
+        logits, params = parameters(seed, 24, vocab)
+        logits = logits.to(dtype)
+        u = torch.rand(24, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        got, expected = (b.sample(logits, u, **params) for b in (operator, REFERENCE))
+        for r in (got.tokens != expected.tokens).nonzero().flatten().tolist():
+            law = filtered_law(logits[r], **scalars(params, r))
+            low, high = draw_interval(law, int(got.tokens[r]))
+            assert low - operator.tolerance <= u[r] < high + operator.tolerance
+        same = got.tokens == expected.tokens
+        assert int((~same).sum()) <= 1
+        torch.testing.assert_close(
+            got.logprobs[same], expected.logprobs[same], rtol=1e-6, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab, width", [(1, 1), (17, 17), (17, 9), (9, 17), (4097, 4099)])
+def test_acceptance(operator, dtype, vocab, width):
+    for seed in range(3):
+        target, params = parameters(seed, 24, vocab)
+        draft, own = parameters(seed + 50, 24, width)
+        own = {f"draft_{name}": value for name, value in own.items()}
+        inputs = (target.to(dtype), draft.to(dtype))
+        for extra in ({}, own):
+            got, expected = (
+                b.acceptance(*inputs, **params, **extra) for b in (operator, REFERENCE)
+            )
+            torch.testing.assert_close(got, expected, rtol=0, atol=5e-6)
+
+
+def test_acceptance_of_the_reference_by_sorting():
+    target, params = parameters(3, 24, 17)
+    draft, _ = parameters(53, 24, 17)
+    got = REFERENCE.acceptance(target, draft, **params)
+    for r in range(24):
+        p, q = (filtered_law(row, **scalars(params, r)) for row in (target[r], draft[r]))
+        assert float(got[r]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-7)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_outputs_have_the_documented_types(backend, rule):
+    case = make_case(8, batch=3, gamma=2, rule=rule)
+    result = backend.run(case)
+    assert [(list(t.shape), t.dtype) for t in result] == [
+        ([3, 3], torch.int64),
+        ([3], torch.int32),
+        ([3, 3], torch.float32),
+        ([3, 2], torch.float32),
+        ([3], torch.int32),
+    ]
+    law = backend.row_law(case.inputs["target_logits"][:, 0])
+    expected = [torch.float32, torch.float64, torch.float32, torch.float64, torch.int64]
+    assert [t.dtype for t in law] == expected and all(list(t.shape) == [3] for t in law)

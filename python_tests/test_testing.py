@@ -1,0 +1,114 @@
+"""specdec_ext.testing itself: its examples, its case generator, its exact-law tools."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from conftest import REFERENCE
+
+import specdec_ext.testing as testing
+from specdec_ext.testing import exact_law, make_case, step_law, toy_models, tv_bound
+
+
+def test_examples_in_docstrings():
+    result = doctest.testmod(testing)
+    assert result.failed == 0 and result.attempted > 20
+
+
+def test_step_law_finds_every_step():
+    edges = torch.tensor([0.0, 0.1, 0.1 + 2.0**-30, 0.5, 0.999999, 1.0], dtype=torch.float64)
+
+    def outcome(row, u):
+        return torch.searchsorted(edges, u, right=True) + 10 * row
+
+    law = step_law(outcome, rows=2, bits=50, grid=4096)
+    for row in (0, 1):
+        found = [law[row, k + 10 * row] for k in range(1, 6)]
+        assert found == pytest.approx(edges.diff().tolist(), abs=1e-14)
+    assert sum(law.values()) == pytest.approx(2, abs=1e-14)
+
+
+def test_step_law_of_functions_that_go_up_and_down():
+    law = step_law(lambda row, u: (u * 4).long() % 2, rows=1, grid=16)
+    assert law == {(0, 0): pytest.approx(0.5), (0, 1): pytest.approx(0.5)}
+
+
+def test_exact_law_refuses_outcomes_with_hidden_steps():
+    target, draft = toy_models(0, 3, 1)
+
+    def hidden(*args, uniforms, **kwargs):
+        # The coin is also looked at far from its threshold.
+        outcome = REFERENCE.verify(*args, uniforms=uniforms, **kwargs)
+        odd = uniforms[:, 0] < 1e-3
+        return outcome._replace(tokens=torch.where(odd[:, None], 0, outcome.tokens))
+
+    with pytest.raises(AssertionError, match="within one side of a coin"):
+        exact_law(hidden, target, draft, rule="token")
+
+
+def test_exact_law_refuses_tokens_out_of_range():
+    target, draft = toy_models(0, 3, 1)
+
+    def wild(*args, **kwargs):
+        outcome = REFERENCE.verify(*args, **kwargs)
+        return outcome._replace(tokens=outcome.tokens.where(outcome.tokens != 2, 3))
+
+    with pytest.raises(AssertionError, match="vocabulary 3"):
+        exact_law(wild, target, draft, rule="token")
+
+
+def test_exact_law_sees_a_wrong_accept_probs():
+    target, draft = toy_models(0, 3, 1)
+
+    def overstated(*args, **kwargs):
+        outcome = REFERENCE.verify(*args, **kwargs)
+        return outcome._replace(accept_probs=outcome.accept_probs.sqrt())
+
+    law = exact_law(overstated, target, draft, rule="token")
+    assert law.tv < 1e-9 and law.threshold_gap > 0.01
+
+
+def test_a_bound_on_samples_grows_with_outcomes_and_falls_with_draws():
+    assert tv_bound(1000, 4) < tv_bound(1000, 8) < tv_bound(500, 8)
+    assert tv_bound(1000, 4, alpha=1e-3) < tv_bound(1000, 4)
+
+
+def test_cases_are_reproducible():
+    for options in ({}, dict(packed=True, philox=True), dict(draft="probs", kinds="mixed")):
+        one, two, other = (make_case(seed, **options).inputs for seed in (3, 3, 4))
+        for name, value in one.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, two[name], rtol=0, atol=0, equal_nan=True)
+        assert not torch.equal(one["draft_tokens"], other["draft_tokens"])
+
+
+def test_cases_reach_every_outcome():
+    # Rejections at every column, full acceptance, ends by length and placeholder, T = 0, masks.
+    accepted, lengths, statuses = set(), set(), set()
+    for seed in range(12):
+        case = make_case(seed, rule="token")
+        result = case.run(REFERENCE.verify)
+        accepted |= set(result.num_accepted.tolist())
+        lengths |= set(case.inputs["draft_lengths"].tolist())
+        statuses |= set(result.status.tolist())
+        assert bool((case.inputs["temperature"] == 0).any()) or seed > 0
+    assert accepted == {0, 1, 2, 3} == lengths
+    assert {0, 4} <= statuses
+
+
+def test_replace_and_select():
+    case = make_case(5, batch=4)
+    assert "top_p" not in case.replace(top_p=None).inputs
+    chosen = case.select([2, 0, 2])
+    assert chosen.batch == 3
+    tokens = case.inputs["draft_tokens"]
+    assert torch.equal(chosen.inputs["draft_tokens"], tokens[[2, 0, 2]])
+    packed = make_case(5, batch=4, packed=True)
+    assert packed.select([1]).inputs["target_logits"] is packed.inputs["target_logits"]
+
+
+def test_make_case_refuses_unknown_layouts():
+    with pytest.raises(ValueError, match="layout must be"):
+        make_case(0, layout="diagonal")

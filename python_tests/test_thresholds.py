@@ -1,0 +1,231 @@
+"""Thresholds bracketed to the last bits of a float64, where laws are exact in every arithmetic.
+
+A law that is uniform over n unmasked tokens has p = 1/n exactly: logits 0, every exp 1, every sum
+an integer. Thresholds and boundaries are then known as rationals, and `nextafter` brackets them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import f64
+
+BELOW_ONE = 1 - 2**-53
+
+
+def uniform_over(*tokens, vocab=16):
+    """Logits of the law that is uniform over some tokens."""
+    logits = torch.full((vocab,), -math.inf)
+    logits[list(tokens)] = 0.0
+    return logits
+
+
+def below(x):
+    return math.nextafter(x, 0)
+
+
+def above(x):
+    return math.nextafter(x, 1)
+
+
+def verify(backend, target, tokens, draft, uniforms, rule, **kwargs):
+    """One request per row of uniforms."""
+    uniforms = f64(uniforms)
+    count = len(uniforms)
+    return backend.verify(
+        torch.stack(target).expand(count, -1, -1),
+        torch.tensor([tokens]).expand(count, -1),
+        torch.stack(draft).expand(count, -1, -1),
+        uniforms=uniforms,
+        rule=rule,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("n, m", [(2, 1), (4, 1), (4, 2), (16, 2), (16, 8), (16, 1)])
+def test_coin_at_a_dyadic_threshold(backend, rule, n, m):
+    # p = 1/n, q = 1/m, h = m/n exactly: u < h accepts, u = h does not.
+    target = [uniform_over(*range(n)), uniform_over(0)]
+    draft = [uniform_over(*range(m))]
+    h = m / n
+    us = [0.0, below(below(h)), below(h), h, above(h), BELOW_ONE]
+    result = verify(backend, target, [0], draft, [[u, 0.5] for u in us], rule)
+    assert result.num_accepted.tolist() == [1, 1, 1, 0, 0, 0]
+    assert result.accept_probs.flatten().tolist() == [h] * 6
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("n, m", [(3, 1), (3, 2), (7, 5), (13, 11), (12, 7)])
+def test_coin_at_a_rational_threshold(backend, rule, n, m):
+    # 1/n and 1/m are rounded: the threshold is m/n to a few ulps.
+    target = [uniform_over(*range(n)), uniform_over(0)]
+    draft = [uniform_over(*range(m))]
+    h = m / n
+    us = [h * (1 - 2**-50), h * (1 + 2**-50)]
+    result = verify(backend, target, [0], draft, [[u, 0.5] for u in us], rule)
+    assert result.num_accepted.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_p_equal_to_q_accepts_every_coin(backend, rule):
+    law = uniform_over(*range(5))
+    coins = [[u, 0.5] for u in (0.0, 0.5, BELOW_ONE)]
+    result = verify(backend, [law, law], [3], [law], coins, rule)
+    assert result.num_accepted.tolist() == [1, 1, 1]
+    assert result.accept_probs.flatten().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "lenient"])
+def test_p_of_zero_accepts_no_coin(backend, rule):
+    target = [uniform_over(0, 1), uniform_over(0)]
+    coins = [[u, 0.5] for u in (0.0, 5e-324, 0.5, BELOW_ONE)]
+    result = verify(backend, target, [2], [uniform_over(0, 1, 2)], coins, rule)
+    assert result.num_accepted.tolist() == [0, 0, 0, 0]
+    assert result.accept_probs.flatten().tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("n", [2, 4, 16])
+def test_deterministic_token(backend, rule, n):
+    target = [uniform_over(*range(n)), uniform_over(0)]
+    h = 1 / n
+    coins = [[u, 0.5] for u in (below(h), h)]
+    kinds = torch.zeros(2, 1, dtype=torch.int8)
+    # The draft's row says something else and is not looked at.
+    draft = [torch.full((16,), math.nan)]
+    result = verify(backend, target, [1], draft, coins, rule, draft_kinds=kinds)
+    assert result.num_accepted.tolist() == [1, 0] and result.status.tolist() == [0, 0]
+
+
+def test_block_threshold_of_an_inner_node(backend):
+    # w1 = (1/8) / (1/4) = 1/2. Row 1: p = 1/2 on two tokens, q = 1/8 on eight that include them:
+    # R = 2 (1/4 - 1/8) = 1/4, h1 = (1/4) / (1/4 + 1/2) = 1/3. Token 7 is outside p: w2 = 0.
+    target = [uniform_over(*range(8)), uniform_over(0, 1), uniform_over(0)]
+    draft = [uniform_over(*range(4)), uniform_over(*range(8))]
+    h = 1 / 3
+    coins = [[u, 0.0, 0.5] for u in (0.0, h * (1 - 2**-50), h * (1 + 2**-50), BELOW_ONE)]
+    result = verify(backend, target, [3, 7], draft, coins, "block")
+    assert result.num_accepted.tolist() == [1, 1, 0, 0]
+    assert result.accept_probs.tolist() == [[pytest.approx(h, abs=1e-7), 0.0]] * 4
+    # Inside p: w2 = min(1, w1 * 4) = 1 wins at every coin.
+    result = verify(backend, target, [3, 1], draft, coins, "block")
+    assert result.num_accepted.tolist() == [2, 2, 2, 2]
+
+
+def test_block_coins_after_the_winner_do_not_matter(backend):
+    target = [uniform_over(*range(8)), uniform_over(*range(8)), uniform_over(*range(16))]
+    draft = [uniform_over(*range(4)), uniform_over(*range(4))]
+    # w1 = 1/2, w2 = 1/4: h2 = 1/4.
+    coins = [[0.9, below(0.25), 0.5], [0.0, below(0.25), 0.5], [0.0, 0.25, 0.0], [0.9, 0.25, 0.0]]
+    result = verify(backend, target, [1, 2], draft, coins, "block")
+    # R1 = 4 * [w1/8 - 1/4]+ + 4 * w1/8 = 1/4, h1 = (1/4) / (1/4 + 1/2) = 1/3.
+    assert result.num_accepted.tolist() == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("tokens", [(0, 1), (0, 1, 2, 3), tuple(range(16)), (2, 3, 9, 14)])
+def test_boundaries_of_a_uniform_draw(backend, tokens):
+    n = len(tokens)
+    logits = uniform_over(*tokens)
+    us, expected = [0.0, BELOW_ONE], [tokens[0], tokens[-1]]
+    for k in range(1, n):
+        us += [below(k / n), k / n]
+        expected += [tokens[k - 1], tokens[k]]
+    # below(k/n) has fewer than 53 fractional bits to spare only above 1/2: floor(u 2^53) decides.
+    got = backend.sample(logits.expand(len(us), -1), f64(us)).tokens.tolist()
+    assert got == expected
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_boundaries_of_a_residual_draw(backend, rule):
+    # p = 1/4 on 0..3, q = 1/2 on 2, 3: the residual is 1/4 on 0 and 1.
+    target = [uniform_over(0, 1, 2, 3), uniform_over(0)]
+    draft = [uniform_over(2, 3)]
+    us = [0.0, below(0.5), 0.5, BELOW_ONE]
+    coins = [[0.5, u] for u in us]
+    result = verify(backend, target, [2], draft, coins, rule)
+    assert result.num_accepted.tolist() == [0, 0, 0, 0]
+    assert result.tokens[:, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_block_residual_is_scaled_by_the_inflow(backend):
+    # w1 = 1/2, row 1: p uniform on 0..3, q uniform on 4..11 and 0, 1, 2 as well (11 tokens):
+    # [p/2 - q]+ = (1/8 - 1/11) on 0, 1, 2 and 1/8 on 3, where the token rule would take p - q.
+    target = [uniform_over(*range(8)), uniform_over(0, 1, 2, 3), uniform_over(0)]
+    draft = [uniform_over(0, 1, 2, 3), uniform_over(0, 1, 2, *range(4, 12))]
+    part = 1 / 8 - 1 / 11
+    first = 3 * part / (3 * part + 1 / 8)  # below it: 0, 1, 2
+    wrong = 3 * (1 / 4 - 1 / 11) / (3 * (1 / 4 - 1 / 11) + 1 / 4)
+    assert abs(first - wrong) > 0.1
+    coins = [[0.0, 0.0, first * (1 - 1e-5)], [0.0, 0.0, first * (1 + 1e-5)]]
+    result = verify(backend, target, [1, 5], draft, coins, "block")
+    assert result.num_accepted.tolist() == [1, 1]
+    assert result.tokens[:, 1].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_extreme_uniforms_give_legal_tokens(backend, rule):
+    target = [uniform_over(5, 6, 7), uniform_over(4, 9)]
+    draft = [uniform_over(5, 6, 11)]
+    coins = [[c, u] for c in (0.0, BELOW_ONE) for u in (0.0, 5e-324, BELOW_ONE)]
+    for token in (5, 11):
+        result = verify(backend, target, [token], draft, coins, rule)
+        legal = {5, 6, 7} if token == 11 else {4, 9}
+        extra = result.tokens.gather(1, result.num_accepted.long()[:, None]).flatten().tolist()
+        assert set(extra) <= legal
+        assert result.tokens[:, 0].ne(11).all()
+
+
+def test_near_zero_residuals_give_legal_tokens(backend):
+    # p and q differ in the last bits of some logits, in half the vocabulary both are masked.
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        target = torch.randn(64, 2, 501, generator=generator)
+        target[..., ::2] = -math.inf
+        target = target.to(dtype)
+        draft = target[:, :1].clone()
+        nudged = (torch.rand(draft.shape, generator=generator) < 0.01) & (draft > -math.inf)
+        nudged |= draft == draft.amax(2, keepdim=True)
+        draft = torch.where(nudged, torch.nextafter(draft, torch.tensor(9.0, dtype=dtype)), draft)
+        # The likeliest token is nudged: its q is above p by an ulp, and the last coin rejects it.
+        tokens = draft.float()[:, 0].argmax(1)
+        for u in (0.0, 0.5, BELOW_ONE):
+            for rule in ("block", "token"):
+                result = backend.verify(
+                    target,
+                    tokens[:, None],
+                    draft,
+                    uniforms=f64([[BELOW_ONE, u]]).expand(64, 2),
+                    rule=rule,
+                )
+                assert bool((result.num_accepted == 0).any())
+                extra = result.tokens.gather(1, result.num_accepted.long()[:, None])
+                assert bool((extra % 2 == 1).all()) and bool((extra < 501).all())
+                assert result.status.eq(0).all()
+                emitted = result.tokens >= 0
+                assert bool(torch.isfinite(result.logprobs[emitted]).all())
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e30])
+@pytest.mark.parametrize("rule", ["block", "token", "greedy"])
+def test_large_logits(backend, rule, scale):
+    # max, exp and sums must not overflow: laws are those of differences.
+    logits = torch.tensor([[[0.0, -1.0, -2.0, 1.0], [1.0, 0.0, 0.0, 1.0]]]) * scale + scale
+    result = backend.verify(
+        logits, torch.tensor([[3]]), logits[:, :1], uniforms=f64([[BELOW_ONE, 0.0]]), rule=rule
+    )
+    assert result.tokens.tolist() == [[3, 0]] and result.status.tolist() == [0]
+    assert bool(torch.isfinite(result.logprobs).all())
+
+
+def test_largest_float16_and_float32_logits(backend):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        top = torch.finfo(dtype).max
+        logits = torch.tensor([[[top, -top, 0.0], [-top, top, 0.0]]], dtype=dtype)
+        result = backend.verify(
+            logits, torch.tensor([[0]]), logits[:, :1], uniforms=f64([[BELOW_ONE, BELOW_ONE]])
+        )
+        assert result.tokens.tolist() == [[0, 1]] and result.status.tolist() == [0]
+        assert result.logprobs.tolist() == [[0, 0]]
