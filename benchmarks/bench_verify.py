@@ -443,6 +443,7 @@ def measure_calmly(
     """Time them; again while others use the machine, to keep the calmest of a few attempts."""
     attempts = []
     for _ in range(1 + options.retries):
+        common.wait_until_calm(CALM, options.patience)
         load = common.Load()
         timings = common.measure(timed, budget=options.budget, min_rounds=options.min_rounds)
         attempts.append((timings, load.share()))
@@ -680,6 +681,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=common.cores())
     parser.add_argument("--budget", type=float, default=0.4, help="seconds of timing a setting")
     parser.add_argument("--retries", type=int, default=2, help="where others use the CPU meanwhile")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a calm")
     parser.add_argument("--min-rounds", type=int, default=5)
     parser.add_argument("--check-requests", type=int, help="compare only the first ones")
     parser.add_argument("--seed", type=int, help="of the inputs; fresh by default")
@@ -737,6 +739,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     load, begin = common.Load(), time.perf_counter()
+    common.wait_until_calm(CALM, options.patience)
     bandwidth = common.read_bandwidth()
     facts = {**common.machine_facts(), "seed": options.seed}
     facts["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)

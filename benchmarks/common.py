@@ -113,8 +113,8 @@ def read_bandwidth(device: torch.device | None = None, megabytes: int = 256) -> 
         "amax": lambda _: data.amax(),
         "integers": lambda _: words.sum(),
     }
-    timings = measure(reads, budget=1.0, min_rounds=5, device=device)
-    return data.nbytes / min(t.min for t in timings.values())
+    timings = [measure(reads, budget=0.4, min_rounds=5, device=device) for _ in range(3)]
+    return data.nbytes / min(t.min for attempt in timings for t in attempt.values())
 
 
 # -------------------------------------------------------------------------------------------------
@@ -196,6 +196,16 @@ class Load:
         others = (now[0] - self.used[0]) - (now[1] - self.used[1])
         total = (time.perf_counter() - self.begin) * (os.cpu_count() or 1)
         return min(max(others / total, 0.0), 1.0)
+
+
+def wait_until_calm(share: float, patience: float) -> None:
+    """Wait until others use less than this share of the machine, `patience` seconds at most."""
+    end = time.perf_counter() + patience
+    while time.perf_counter() < end:
+        load = Load()
+        time.sleep(0.5)
+        if (load.share() or 0.0) < share:
+            return
 
 
 # -------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def complete(target, draft, tokens, new_tokens, *, gamma=4, temperature=0.8, see
 
 def main():
     """Complete a text: TEXT [TARGET DRAFT], by default with the pair shipped here."""
-    text, *folders = sys.argv[1:] or ["def main():\n    "]
+    text, *folders = sys.argv[1:] or ["import os\nimport sys\n\n\nclass Reader:\n"]
     target, draft = folders or (PAIR / "target", PAIR / "draft")
     tokenizer = AutoTokenizer.from_pretrained(target if folders else PAIR / "tokenizer")
     models = [

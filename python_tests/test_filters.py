@@ -130,6 +130,51 @@ def test_top_k_against_sorting_is_exact(backend):
         assert torch.equal(law.cutoff, ordered[torch.arange(32), top_k.long() - 1])
 
 
+def crowded_rows():
+    """Rows where thousands of logits tie, or fall within a hair of each other."""
+    generator = torch.Generator().manual_seed(0)
+    near = torch.randn(9001, generator=generator) * 1e-4
+    peak = near.clone()
+    peak[7] = 2.0
+    ties = torch.zeros(9001)
+    ties[4090:4100] = 3.0
+    coarse = (torch.randn(9001, generator=generator) * 2).bfloat16().float()
+    return {"flat": torch.zeros(9001), "ties": ties, "near": near, "peak": peak, "coarse": coarse}
+
+
+@pytest.mark.parametrize("row", crowded_rows())
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(dict(top_k=k) for k in (1, 5, 11, 512, 513, 2048, 2049, 9000)),
+        *(dict(top_p=p) for p in (0.0, 0.1, 0.5, 0.93, 0.9999)),
+        dict(top_k=100, top_p=0.5),
+        dict(top_k=3000, top_p=0.5, min_p=0.2),
+        dict(top_k=11, top_p=0.99, min_p=0.9999),
+        dict(top_p=0.5, temperature=1e30),
+        dict(top_p=0.5, temperature=1e-5),
+    ],
+    ids=str,
+)
+def test_crowded_rows_against_sorting(backend, row, params):
+    # Selection among a few candidates must notice when there are too many of them.
+    logits = crowded_rows()[row]
+    tensors = {
+        name: torch.tensor([value], dtype=torch.int64 if name == "top_k" else torch.float32)
+        for name, value in params.items()
+    }
+    law = backend.row_law(logits[None], **tensors)
+    stays = logits >= law.cutoff[0]
+    options = neighbours(logits, {"top_p": 1.0, **params})
+    assert any(torch.equal(stays, option) for option in options)
+    assert float(law.log_z) == pytest.approx(
+        float(
+            logits[stays].double().sub(logits.max()).div(params.get("temperature", 1)).logsumexp(0)
+        ),
+        abs=2e-6,
+    )
+
+
 def test_negative_zero_ties_with_zero(backend):
     logits = torch.tensor([[-0.0, 0.0, -1.0], [0.0, -0.0, -1.0]])
     law = backend.row_law(logits, top_k=torch.tensor([1, 1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from generate_models import ARCHITECTURES, pair, prompts, tables
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import specdec_ext
 from specdec_ext import ops
@@ -62,6 +63,37 @@ def test_attention_implementations(attention):
         target, draft, ids, attention_mask=mask, max_new_tokens=NEW, gamma=3
     )
     assert torch.equal(sequences, greedy(target, ids, mask))
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+def test_padding_that_all_prompts_share(lengths, dtype):
+    target, draft = pair()
+    ids, mask = prompts(lengths)
+    plain = greedy(target, ids, mask)
+    ids, mask = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(mask, (3, 0))
+    sequences, _ = specdec_ext.generate(
+        target, draft, ids, attention_mask=mask.to(dtype), max_new_tokens=NEW, gamma=3
+    )
+    assert torch.equal(sequences[:, :8], ids)
+    assert torch.equal(sequences[:, 3:], plain)
+
+
+def test_a_draft_of_another_architecture_and_vocabulary():
+    target, _ = pair("llama")
+    draft = GPT2LMHeadModel(
+        GPT2Config(vocab_size=80, n_embd=16, n_layer=1, n_head=2, n_positions=128)
+    ).eval()  # more tokens than the target, and in float32
+    ids, mask = prompts(RAGGED)
+    for temperature in (0.0, 1.0):
+        sequences, statistics = specdec_ext.generate(
+            target, draft, ids, attention_mask=mask, max_new_tokens=NEW, gamma=3,
+            temperature=temperature, seeds=0, eos_token_id=(), pad_token_id=0,
+        )  # fmt: skip
+        assert statistics.new_tokens == [NEW] * 5
+        assert int(sequences.max()) < 67
+        if temperature == 0:
+            assert torch.equal(sequences, greedy(target, ids, mask))
 
 
 def test_positions_up_to_the_last_one_of_the_model():

@@ -152,6 +152,28 @@ def test_rules_without_a_draft_law(backend, rule, draft, options, tokens, accept
     check(result, tokens, accept_probs)
 
 
+def test_deterministic_tests_at_equality(backend):
+    # top_beta: a gap of exactly tau accepts. lenient at T = 0: a tie with the top passes at l = 1.
+    logits = torch.tensor([[[1.0, 0.0, 1.0, 0.0]] * 2])
+    options = dict(uniforms=f64([[0.5, 0.0]]))
+
+    def accepted(token, **kwargs):
+        result = backend.verify(logits, torch.tensor([[token]]), **options, **kwargs)
+        return int(result.num_accepted[0])
+
+    assert accepted(1, rule="top_beta", tau=1.0) == 1
+    assert accepted(1, rule="top_beta", tau=math.nextafter(1.0, 0.0)) == 0
+    assert accepted(1, rule="top_beta", beta=2) == 0  # its rank is 3, whatever the order of ties
+    assert accepted(2, rule="top_beta", beta=1, tau=0.0) == 1
+    assert accepted(2, rule="lenient", temperature=torch.zeros(1)) == 1
+    assert accepted(2, rule="token", temperature=torch.zeros(1)) == 0
+    # typical: p = 1/4 exactly is not above epsilon = 1/4.
+    flat = dict(rule="typical", delta=4.0)
+    logits = torch.zeros(1, 2, 4)
+    assert accepted(3, epsilon=0.25, **flat) == 0
+    assert accepted(3, epsilon=math.nextafter(0.25, 0.0), **flat) == 1
+
+
 def test_logprobs(backend):
     result = verify(backend, [1, 2], [0.1, 0.1, 0.05], "token")
     expected = [math.log(0.1), math.log(0.7), math.log(0.1)]

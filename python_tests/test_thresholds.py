@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import f64
 
+from specdec_ext.testing import filtered_law
+
 BELOW_ONE = 1 - 2**-53
 
 
@@ -138,6 +140,36 @@ def test_boundaries_of_a_uniform_draw(backend, tokens):
     assert got == expected
 
 
+def test_boundaries_between_tiles(backend):
+    # 2^14 equal tokens: u = k / V gives token k, the float below it k - 1, at tile edges as well.
+    vocab = 2**14
+    ks = [1, 127, 128, 4095, 4096, 4097, 8191, 8192, 8193, 12_288, vocab - 1]
+    us = [k / vocab for k in ks] + [below(k / vocab) for k in ks]
+    got = backend.sample(torch.zeros(1, vocab).expand(len(us), -1), f64(us)).tokens.tolist()
+    assert got == ks + [k - 1 for k in ks]
+
+
+@pytest.mark.parametrize("token", [0, 127, 4095, 4096, 8191, 8192, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rejected_deterministic_token_is_excluded(backend, token, dtype):
+    # It has nine tenths of the mass, wherever in the vocabulary it is.
+    logits = torch.zeros(1, 2, 9001)
+    logits[0, 0, token] = math.log(9 * 9000)
+    us = [0.0, 0.3, 0.5, 0.7, BELOW_ONE]
+    for rule in ("block", "token"):
+        result = backend.verify(
+            logits.to(dtype).expand(5, 2, 9001),
+            torch.tensor([[token]]).expand(5, 1),
+            uniforms=f64([[0.95, u] for u in us]),
+            rule=rule,
+        )
+        assert result.num_accepted.tolist() == [0] * 5
+        others = [k for k in range(9001) if k != token]
+        expected = [others[int(u * 9000)] for u in us]
+        for got, wanted in zip(result.tokens[:, 0].tolist(), expected, strict=True):
+            assert got != token and abs(got - wanted) <= 2
+
+
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_boundaries_of_a_residual_draw(backend, rule):
     # p = 1/4 on 0..3, q = 1/2 on 2, 3: the residual is 1/4 on 0 and 1.
@@ -218,6 +250,25 @@ def test_large_logits(backend, rule, scale):
     )
     assert result.tokens.tolist() == [[3, 0]] and result.status.tolist() == [0]
     assert bool(torch.isfinite(result.logprobs).all())
+
+
+@pytest.mark.parametrize("top, temperature", [(1e4, 9.607e-5), (100.0, 1.1e-6), (6e4, 7e-4)])
+def test_large_logits_at_small_temperatures(backend, top, temperature):
+    # Logits an ulp apart are several nats apart: where exp underflows lies between two of them, and
+    # rounding that border down lets garbage in.
+    ulp = float(torch.nextafter(torch.tensor(top), torch.tensor(1e9))) - float(torch.tensor(top))
+    logits = (torch.tensor(top).double() - torch.arange(64) * ulp).float()
+    temperatures = temperature * (1 + 0.002 * torch.arange(200))
+    rows = logits.expand(200, 64)
+    expected = torch.stack([filtered_law(logits, t) for t in temperatures.tolist()])
+    law = backend.row_law(rows, temperature=temperatures)
+    assert law.log_z.tolist() == pytest.approx((-expected[:, 0].log()).tolist(), abs=1e-5)
+    for u in (0.0, 0.5, 0.99):
+        drawn = backend.sample(rows, f64([u]).expand(200), temperature=temperatures)
+        p = expected.gather(1, drawn.tokens[:, None])[:, 0]
+        above = expected.cumsum(1).gather(1, drawn.tokens[:, None])[:, 0]
+        assert bool((above > u - 1e-5).all()) and bool((above - p <= u + 1e-5).all())
+        torch.testing.assert_close(drawn.logprobs, p.log().float(), rtol=1e-5, atol=1e-4)
 
 
 def test_largest_float16_and_float32_logits(backend):

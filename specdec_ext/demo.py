@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="complete this (default: held-out standard-library modules)",
     )
     parser.add_argument(
-        "--gamma", type=int, default=5, help="draft tokens a round (default: %(default)s)"
+        "--gamma", type=int, default=3, help="draft tokens a round (default: %(default)s)"
     )
     parser.add_argument(
         "--temperature",

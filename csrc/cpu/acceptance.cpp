@@ -9,8 +9,6 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-constexpr int64_t kTilesPerThread = 4;
-
 double tile_overlap(const LawTask& target, const LawTask& draft, int64_t tile) {
   float target_buffer[kTile], draft_buffer[kTile];
   const int64_t groups = tile_groups(target.row.vocab, tile);

@@ -66,7 +66,7 @@ float lowest_within_mass(const Candidates& candidates, const uint64_t* fixed, ui
 
 uint64_t candidate_masses(const Candidates& candidates, const RowLaw& law, uint64_t* fixed) {
   const ExpWeight weight(law);
-  return tile_fixed(num_groups(candidates.count), kLawUnit, fixed,
+  return tile_fixed(num_groups(candidates.count), LawUnit{}, fixed,
                     [&](int64_t i) { return weight(load<VecF>(candidates.values + i)); });
 }
 
@@ -91,6 +91,12 @@ struct Histogram {
 
   void clear() { memset(turns, 0, sizeof turns); }
   void add(int64_t i, int64_t bin, uint64_t weight) { turns[i % kTurns][bin] += weight; }
+  // Adds a padded tile: n is a multiple of kTurns.
+  void add_tile(int64_t n, const int32_t* bins, const uint64_t* weights) {
+    for (int64_t i = 0; i < n; i += kTurns) {
+      for (int turn = 0; turn < kTurns; ++turn) turns[turn][bins[i + turn]] += weights[i + turn];
+    }
+  }
   // Sums the copies into the first and returns it.
   const uint64_t* totals() {
     for (int turn = 1; turn < kTurns; ++turn) {
@@ -131,7 +137,7 @@ float kth_largest_of(const Row& row, int64_t k) {
 }
 
 void tile_masses(const ExpWeight& weight, const float* x, int64_t n, uint64_t* fixed) {
-  tile_fixed(num_groups(n), kLawUnit, fixed, [&](int64_t i) { return weight(load<VecF>(x + i)); });
+  tile_fixed(num_groups(n), LawUnit{}, fixed, [&](int64_t i) { return weight(load<VecF>(x + i)); });
 }
 
 float lowest_within_mass(const Row& row, const ExpWeight& weight, uint64_t bound) {
@@ -190,11 +196,10 @@ void fill_mass_bins(const Row& row, const ExpWeight& weight, const LogWeightBin&
   int32_t bins[kTile];
   histogram->clear();
   for_each_tile(row, [&](const float* x, int64_t n) {
+    const int64_t padded = num_groups(n) * kGroup;
     tile_masses(weight, x, n, fixed);
-    for (int64_t i = 0; i < num_groups(n) * kGroup; i += kLanes) {
-      store(bins + i, bin_of(load<VecF>(x + i)));
-    }
-    for (int64_t i = 0; i < n; ++i) histogram->add(i, bins[i], fixed[i]);
+    for (int64_t i = 0; i < padded; i += kLanes) store(bins + i, bin_of(load<VecF>(x + i)));
+    histogram->add_tile(padded, bins, fixed);
   });
 }
 
@@ -203,11 +208,17 @@ bool collect_bin(const Row& row, const LogWeightBin& bin_of, int32_t bin, float 
                  Candidates* out) {
   bool fits = true;
   for_each_tile(row, [&](const float* x, int64_t n) {
-    for (int64_t i = 0; i < n && fits; i += kLanes) {
-      const VecI here = (VecI)(bin_of(load<VecF>(x + i)) == bin);
-      if (all_lanes(~here)) continue;
-      for (int64_t j = i; j < i + kLanes && j < n; ++j) {
-        if (here[j - i] && x[j] >= cutoff) fits = fits && out->add(x[j]);
+    for (int64_t g = 0; g < n; g += kGroup) {
+      int32_t bins[kGroup];
+      VecI elsewhere = (VecI)(VecF{} == VecF{});
+      for (int i = 0; i < kGroup; i += kLanes) {
+        const VecI here = bin_of(load<VecF>(x + g + i));
+        elsewhere &= (VecI)(here != bin);
+        store(bins + i, here);
+      }
+      if (all_lanes(elsewhere)) continue;
+      for (int64_t i = 0; i < kGroup && g + i < n; ++i) {
+        if (bins[i] == bin && x[g + i] >= cutoff) fits = fits && out->add(x[g + i]);
       }
     }
   });

@@ -9,8 +9,6 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-constexpr int64_t kTilesPerThread = 4;
-
 struct TileBuffers {
   float target[kTile];
   float draft[kTile];
@@ -49,11 +47,14 @@ auto with_law_tile(const DrawTask& task, int64_t tile, TileBuffers* buffers, con
 // the search, so that they agree to the bit.
 uint64_t fixed_tile(const DrawTask& task, double unit, int64_t tile, uint64_t* out) {
   TileBuffers buffers;
-  const auto fill = [&](int64_t groups, const auto& weight_at) {
-    return tile_fixed(groups, unit, out, weight_at);
-  };
-  return task.residual ? with_residual_tile(task, tile, &buffers, fill)
-                       : with_law_tile(task, tile, &buffers, fill);
+  if (!task.residual) {
+    return with_law_tile(task, tile, &buffers, [&](int64_t groups, const auto& weight_at) {
+      return tile_fixed(groups, LawUnit{}, out, weight_at);
+    });
+  }
+  return with_residual_tile(task, tile, &buffers, [&](int64_t groups, const auto& weight_at) {
+    return tile_fixed(groups, ResidualUnit{unit}, out, weight_at);
+  });
 }
 
 // The lowest index whose inclusive prefix sum exceeds t, given the tiles' sums.
@@ -119,7 +120,7 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
     any |= pending[r];
     // No residual mass, by rounding or because p = q: the target's own law is what is left.
     if (task.residual && !(units[r] > 0.0)) task.residual = false;
-    units[r] = task.residual ? residual_unit(units[r]) : kLawUnit;
+    if (task.residual) units[r] = residual_unit(units[r]);
   }
   while (any) {
     parallel_for(pool, n * tiles, kTilesPerThread, [&](int64_t unit) {
@@ -136,7 +137,6 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
       for (int64_t t = 0; t < num_tiles(tasks[r].target.vocab); ++t) total += sums[t];
       if (total == 0 && tasks[r].residual) {
         tasks[r].residual = false;
-        units[r] = kLawUnit;
         any = true;
         continue;
       }

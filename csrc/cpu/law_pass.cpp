@@ -20,8 +20,6 @@ struct TileSummary {
   double sum;
 };
 
-constexpr int64_t kTilesPerThread = 4;  // below this, a thread is not worth waking
-
 bool needs_group_max(const LawTask& task) {
   return !task.row.linear && uses_group_max(task.filters);
 }

@@ -8,8 +8,6 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-constexpr int64_t kTilesPerThread = 4;
-
 // values[r] = sum over tiles of tile_value(r, x, groups, tile), where wanted(r).
 template <typename Wanted, typename TileValue>
 void sum_tiles(const ThreadPool& pool, const LawTask* tasks, int64_t n, double* values,

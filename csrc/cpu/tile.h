@@ -17,7 +17,8 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 
 constexpr int64_t kTile = 4096;
-constexpr int kGroup = 128;  // entries that share one maximum, and the unit of padding
+constexpr int64_t kTilesPerThread = 4;  // below this, a thread is not worth waking
+constexpr int kGroup = 128;             // entries that share one maximum, and the unit of padding
 constexpr int kAccumulators = 4;
 static_assert(kGroup % (kAccumulators * kLanes) == 0, "a group is a whole number of steps");
 
@@ -164,17 +165,30 @@ inline double tile_weight_sum(const float* x, int64_t groups, const Weight& weig
   return accumulate(groups, [&](int64_t i) { return weight(load<VecF>(x + i)); });
 }
 
+// How weights become integers. For a law the unit is a power of two: the product is exact in fp32.
+struct LawUnit {
+  VecL operator()(HalfF w) const {
+    return __builtin_convertvector(w * static_cast<float>(kLawUnit), VecL);
+  }
+};
+
+struct ResidualUnit {
+  double unit;
+  VecL operator()(HalfF w) const {
+    return __builtin_convertvector(__builtin_convertvector(w, VecD) * unit, VecL);
+  }
+};
+
 // Writes floor(weight * unit) of a tile to `out` and returns the sum.
-template <typename WeightAt>
-inline uint64_t tile_fixed(int64_t groups, double unit, uint64_t* out, const WeightAt& weight_at) {
+template <typename Unit, typename WeightAt>
+inline uint64_t tile_fixed(int64_t groups, const Unit& unit, uint64_t* out,
+                           const WeightAt& weight_at) {
   VecL total{};
   for (int64_t i = 0; i < groups * kGroup; i += kLanes) {
     float lanes[kLanes];
     store(lanes, weight_at(i));
     for (int half = 0; half < 2; ++half) {
-      const VecD scaled =
-          __builtin_convertvector(load<HalfF>(lanes + half * kLanes / 2), VecD) * unit;
-      const VecL fixed = __builtin_convertvector(scaled, VecL);
+      const VecL fixed = unit(load<HalfF>(lanes + half * kLanes / 2));
       store(out + i + half * kLanes / 2, fixed);
       total += fixed;
     }
