@@ -25,7 +25,7 @@ from specdec_ext.testing import VerifyCase, VerifyOutcome  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 
 # Derandomised: a failure seen once is seen by everybody.
-settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("suite")
 
 # Test processes run side by side; test_threads.py sets what it needs.

@@ -451,9 +451,13 @@ def test_batch_mates_sharing_a_coin():
 
 
 def zero_residual_inputs():
-    """q = p to rounding, except that q(x) is one ulp up; the first and last tokens are masked."""
+    """q = p to rounding, except that q(x) is an ulp up, for an x so rare that nothing else moves.
+
+    The first and last tokens are masked.
+    """
     logits = torch.full((1, 2, 1000), 1.0)
     logits[..., 0] = logits[..., -1] = -math.inf
+    logits[..., 500] = -20.0
     draft = logits[:, :1].clone()
     draft[..., 500] = torch.nextafter(draft[..., 500], torch.tensor(9.0))
     return dict(

@@ -134,7 +134,7 @@ class VerifyCase:
         if "draft_rows" not in self.inputs:
             per_request.update(("draft_logits", "draft_probs"))
         chosen = {
-            name: value.index_select(0, index)
+            name: value.index_select(0, index.to(value.device))
             if name in per_request and isinstance(value, Tensor)
             else value
             for name, value in self.inputs.items()
@@ -754,12 +754,10 @@ def _chain_inputs(
     fill = {"lengths": 0, "placeholder": -1, "invalid": ids + 7}[ending]
     tokens = torch.full((count, gamma), fill, dtype=torch.int64)
     lengths = torch.zeros(count, dtype=torch.int64)
-    tables = probs if probs is not None else draft
-    laws = torch.empty(0)
-    if tables is not None:
-        width = tables[0].shape[-1] if gamma else ids
-        dtype = tables[0].dtype if gamma and probs is None else torch.float32
-        laws = torch.full((count, gamma, width), math.nan, dtype=dtype)
+    tables = list(probs or draft or ())
+    width = tables[0].shape[-1] if tables else ids
+    dtype = tables[0].dtype if tables and probs is None else torch.float32
+    laws = torch.full((count, gamma, width), math.nan, dtype=dtype)
     for c, (prefix, _) in enumerate(chains):
         lengths[c] = len(prefix)
         tokens[c, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
@@ -767,10 +765,10 @@ def _chain_inputs(
         context = prefix + (0,) * (gamma - len(prefix))
         for d in range(read + 1):
             rows[c, d] = target[d][_context(context[:d], target[d])]
-        for d in range(read if tables is not None else 0):
-            laws[c, d] = tables[d][_context(context[:d], tables[d])]
+        for d, table in enumerate(tables[:read]):
+            laws[c, d] = table[_context(context[:d], table)]
     inputs: dict[str, Any] = {"target_logits": rows, "draft_tokens": tokens}
-    if tables is not None:
+    if draft is not None or probs is not None:
         inputs["draft_probs" if probs is not None else "draft_logits"] = laws
     if ending == "lengths" and bool((lengths < gamma).any()):
         inputs["draft_lengths"] = lengths
