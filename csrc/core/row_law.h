@@ -87,23 +87,25 @@ SPECDEC_HD double law_log_probability(const RowLaw& law, float value) {
   return law.scale * (static_cast<double>(value) - law.max) - log(law.z);
 }
 
+// Smallest float that is >= x. Rounding a threshold to nearest could let in what lies below it.
+SPECDEC_HD float round_up(double x) {
+  const float rounded = static_cast<float>(x);
+  return rounded < x ? nextafterf(rounded, INFINITY) : rounded;
+}
+
 // The threshold that vector passes compare with: at least the cutoff, finite (so that a logit of
-// -inf has weight exactly 0), and where fp32 exp would leave the normal range the weight is 0 as
-// well.
+// -inf has weight exactly 0), and where fp32 exp would leave the normal range the weight is 0 too.
 SPECDEC_HD float support_threshold(float cutoff, float reference, double scale) {
   const double underflow = static_cast<double>(reference) - 87.0 / scale;
   double threshold =
       cutoff > -FLT_MAX ? static_cast<double>(cutoff) : -static_cast<double>(FLT_MAX);
   if (underflow > threshold) threshold = underflow;
-  return static_cast<float>(threshold);
+  return round_up(threshold);
 }
 
-// Smallest float that is >= the raw logit max + T log(min_p).
+// The raw logit max + T log(min_p) as a float cutoff.
 SPECDEC_HD float min_p_cutoff(float max, double temperature, double min_p) {
-  const double exact = static_cast<double>(max) + temperature * log(min_p);
-  float cutoff = static_cast<float>(exact);
-  if (cutoff < exact) cutoff = nextafterf(cutoff, INFINITY);
-  return cutoff;
+  return round_up(static_cast<double>(max) + temperature * log(min_p));
 }
 
 // ---- radix selection

@@ -57,15 +57,20 @@ uint64_t fixed_tile(const DrawTask& task, double unit, int64_t tile, uint64_t* o
   });
 }
 
-// The lowest index whose inclusive prefix sum exceeds t, given the tiles' sums.
+// The lowest index whose inclusive prefix sum exceeds t, given the tiles' sums. The bounds matter
+// only where another thread changes the logits meanwhile: no read may leave the row even then.
 int64_t search(const DrawTask& task, double unit, const uint64_t* tile_sums, uint64_t t) {
+  const int64_t last_tile = num_tiles(task.target.vocab) - 1;
   int64_t tile = 0;
-  while (tile_sums[tile] <= t) t -= tile_sums[tile++];
+  while (tile < last_tile && tile_sums[tile] <= t) t -= tile_sums[tile++];
   uint64_t fixed[kTile];
   fixed_tile(task, unit, tile, fixed);
+  const int64_t first = tile * kTile;
+  const int64_t left = task.target.vocab - first;
+  const int64_t last = (left < kTile ? left : kTile) - 1;
   int64_t i = 0;
-  while (fixed[i] <= t) t -= fixed[i++];
-  return tile * kTile + i;
+  while (i < last && fixed[i] <= t) t -= fixed[i++];
+  return first + i;
 }
 
 int64_t max_tiles(const DrawTask* tasks, int64_t n) {

@@ -58,12 +58,13 @@ TileSummary scan_probabilities(const LawTask& task, int64_t tile) {
   return s;
 }
 
+// The first entry of a tile that equals its maximum (bounded as the search in draw.cpp is).
 int64_t find_first(const Row& row, int64_t tile, float value) {
   float buffer[kTile];
   const int64_t groups = tile_groups(row.vocab, tile);
   const float* x = view_tile(row, tile, groups, buffer);
   int64_t i = 0;
-  while (x[i] != value) ++i;
+  while (tile * kTile + i < row.vocab - 1 && i < kTile - 1 && x[i] != value) ++i;
   return tile * kTile + i;
 }
 

@@ -64,7 +64,7 @@ __global__ void row_law_gate(const float* logits, int64_t vocab, double* p, uint
   if (has_top_p(filters)) law.cutoff = key_value(selection.prefix);
   p[3] = law_probability(law, logits[1], 1);
   p[4] = law_log_probability(law, logits[1]);
-  p[5] = support_threshold(law.cutoff, law.max, law.scale);
+  p[5] = support_threshold(law.cutoff, round_up(p[0]), law.scale);
   p[6] = has_min_p(filters) || has_filter(filters);
 }
 
