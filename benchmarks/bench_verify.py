@@ -12,12 +12,12 @@ inverse CDF (`baselines.GivenRandomness`). Compiled baselines are compared with 
 under the same torch seed.
 
 Inputs rotate over several sets, together larger than most caches. Columns: ``min`` and ``median``
-in milliseconds; ``ratio`` = baseline / operator; ``floor %`` = the time of reading once, at the
-bandwidth measured in this run, every row that the rule needs and once more what the last draw
-reads, over the operator's median; ``x exp`` = the operator's median over one `row_law` of all
-2 gamma + 1 rows, a vectorised sum of exponentials; ``others %`` = the share of the CPUs that other
-processes used while a setting was timed (it is timed again, up to ``--retries`` times, if that is
-not small).
+in milliseconds; ``ratio`` = baseline / operator; ``floor %`` = the time of reading every row that
+the rule needs, and once more what the last draw reads, over the operator's median: at the speed of
+a plain read (``amax``) of the same memory, taken by turns with the rest; ``x exp`` = the operator's
+median over one `row_law` of all 2 gamma + 1 rows, a vectorised sum of exponentials; ``others %`` =
+the share of the CPUs that other processes used while a setting was timed (it is timed again, up to
+``--retries`` times, if that is not small).
 
 Acceptance: ``full``: draft logits = target logits, so that every row is read (a block then needs no
 residual masses: its inflow stays 1). ``0.7``: noise on the draft such that sum min(p, q) is near
@@ -73,7 +73,7 @@ LAWS: dict[str, dict[str, baselines.Probs]] = {
     },
     "top_p": {"eager sort": partial(baselines.sort_probs, top_p=TOP_P)},
 }
-OURS, EXPONENTIALS = "specdec_ext", "row_law"
+OURS, EXPONENTIALS, READ = "specdec_ext", "row_law", "read"
 BASELINES = ("eager", "eager sort", "eager topk", "compile", "transformers", "logsumexp")
 
 
@@ -307,7 +307,7 @@ class Result(NamedTuple):
     timings: dict[str, common.Timing]
     alpha: float
     accepted: float
-    floor: float
+    reads: float  # what must be read, in units of all 2G+1 rows of all requests
     excused: int
     others: float | None
 
@@ -316,9 +316,13 @@ class Result(NamedTuple):
         ours, theirs = self.timings[OURS], self.timings[baseline]
         return theirs.median / ours.median, theirs.min / ours.min
 
+    def floor(self) -> float:
+        """Give the seconds of reading alone."""
+        return self.reads * self.timings[READ].median
+
     def floor_percent(self) -> float:
         """Say how close to reading alone."""
-        return 100 * self.floor / self.timings[OURS].median
+        return 100 * self.floor() / self.timings[OURS].median
 
     def over_exponentials(self) -> float:
         """Say how far from one sum of exponentials of every row."""
@@ -349,8 +353,8 @@ class Result(NamedTuple):
                 "ratio_min": round(minimum, 3),
                 "bar": bar(self.setting, name),
                 "mark": self.mark(name),
-                "floor_ms": round(self.floor * 1e3, 5),
-                "floor_percent": round(100 * self.floor / timing.median, 2),
+                "floor_ms": round(self.floor() * 1e3, 5),
+                "floor_percent": round(100 * self.floor() / timing.median, 2),
                 "alpha": round(self.alpha, 4),
                 "mean_accepted": round(self.accepted, 3),
                 "ties_excused": self.excused,
@@ -422,6 +426,7 @@ def contestants(
     """Make what is timed; call i works on set i modulo their number."""
     arguments = [inputs.arguments(setting.rule) for inputs in sets]
     given = [inputs.baseline_arguments() for inputs in sets]
+    plain = [common.as_words(inputs.rows) for inputs in sets]
     n = len(sets)
 
     def turns(verifier: baselines.Baseline) -> common.Contestant:
@@ -430,6 +435,7 @@ def contestants(
     found: dict[str, common.Contestant] = {
         OURS: lambda i: specdec_ext.verify(**arguments[i % n]),
         EXPONENTIALS: lambda i: torch.ops.specdec.row_law(sets[i % n].rows),
+        READ: lambda i: plain[i % n].amax(),
         **{name: turns(verifier) for name, verifier in verifiers.items()},
     }
     if lse and setting.filters == "none":
@@ -456,7 +462,6 @@ def run_setting(
     setting: Setting,
     wanted: Sequence[str],
     options: argparse.Namespace,
-    bandwidth: float,
     generator: torch.Generator,
 ) -> Result:
     """Check, then time, one setting."""
@@ -476,13 +481,12 @@ def run_setting(
     timings, others = measure_calmly(
         contestants(setting, sets, {**eager, **compiled}, "logsumexp" in wanted), options
     )
-    row_bytes = setting.vocab * DTYPES[setting.dtype].itemsize
     return Result(
         setting,
         timings,
         sum(alphas) / len(alphas),
         accepted,
-        rows * row_bytes / bandwidth,
+        rows / len(sets[0].rows),
         excused,
         others,
     )
@@ -560,7 +564,7 @@ def _ms(seconds: float) -> str:
 
 def comparisons(result: Result) -> list[str]:
     """List the contestants that the operator is compared with."""
-    return [name for name in result.timings if name not in (OURS, EXPONENTIALS, "logsumexp")]
+    return [name for name in result.timings if name not in (OURS, EXPONENTIALS, READ, "logsumexp")]
 
 
 def report_line(result: Result) -> str:
@@ -635,7 +639,7 @@ def plot(path: Path, results: Sequence[Result], title: str) -> bool:
         name: [r.timings[name].median * 1e3 if name in r.timings else None for r in chosen]
         for name in names
     }
-    series["read floor"] = [r.floor * 1e3 for r in chosen]
+    series["read floor"] = [r.floor() * 1e3 for r in chosen]
     return common.plot_times(path, [r.setting.label() for r in chosen], series, title)
 
 
@@ -706,9 +710,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_all(
-    options: argparse.Namespace, jobs: Sequence[Job], bandwidth: float
-) -> tuple[list[Result], list[str]]:
+def run_all(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[list[Result], list[str]]:
     """Run settings one after the other, saying what was seen; Ctrl-C keeps what there is.
 
     Returns
@@ -723,7 +725,7 @@ def run_all(
     try:
         for setting, wanted in jobs:
             try:
-                results.append(run_setting(setting, wanted, options, bandwidth, generator))
+                results.append(run_setting(setting, wanted, options, generator))
                 print(report_line(results[-1]), flush=True)
             except AssertionError as error:
                 refused.append(setting.label())
@@ -749,7 +751,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("per setting: operator min/median; baselines by ratio of min/median\n", flush=True)
 
     jobs = list(MODES[options.mode](options))
-    results, refused = run_all(options, jobs, bandwidth)
+    results, refused = run_all(options, jobs)
     facts["refused"] = refused
     facts["seconds"] = round(time.perf_counter() - begin, 1)
     facts["others_cpu_share"] = load.share()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -102,6 +103,12 @@ def summarize(seconds: Sequence[float]) -> Timing:
     ordered = sorted(seconds)
     p90 = ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)]
     return Timing(len(ordered), ordered[0], statistics.median(ordered), p90)
+
+
+def as_words(data: Tensor) -> Tensor:
+    """View contiguous memory as a vector of int32, whatever it holds, to read it fast."""
+    whole = data.numel() * data.itemsize // 4 * 4 // data.itemsize
+    return data.view(-1)[:whole].view(torch.int32)
 
 
 def read_bandwidth(device: torch.device | None = None, megabytes: int = 256) -> float:

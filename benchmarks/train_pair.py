@@ -720,6 +720,7 @@ transformers {trained["transformers"]}. The text is that Python's own library:
 
 Options: {options}. The same options, thread count and library versions give the same weights on the
 same kind of machine; another Python has another standard library and so another pair.
+{trained.get("remarks", "")}
 
 The training text is under the Python Software Foundation License.
 
@@ -755,8 +756,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", type=torch.device, default=None, help="default: cuda where there is one")
     add("--threads", type=int, default=None, help="default: torch's own")
     add("--target-steps", type=int, default=700)
-    add("--draft-text-steps", type=int, default=600)
-    add("--draft-steps", type=int, default=400)
+    add("--draft-text-steps", type=int, default=3000)
+    add("--draft-steps", type=int, default=1300)
     add("--batch-tokens", type=int, default=4096, help="tokens a step")
     add("--short-length", type=int, default=256, help="crop length in the first steps")
     add("--long-share", type=float, default=0.15, help="last share of the steps, at full context")

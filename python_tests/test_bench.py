@@ -182,11 +182,12 @@ def test_marks(theirs, mark):
     setting = bench.Setting("token", 1, 5, 128_256, "float32", "none", "full")
     timings = {
         bench.OURS: common.Timing(1, 1.0, 1.0, 1.0),
+        bench.READ: common.Timing(1, 0.4, 0.5, 1.0),
         "eager": common.Timing(1, *theirs, 30.0),
     }
-    result = bench.Result(setting, timings, 1.0, 5.0, 0.5, 0, None)
+    result = bench.Result(setting, timings, 1.0, 5.0, 0.8, 0, None)
     assert result.mark("eager") == mark
-    assert result.floor_percent() == 50.0
+    assert result.floor_percent() == pytest.approx(40.0)  # reads x median
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch, tmp_path, capsys):
@@ -225,6 +226,12 @@ def test_the_calmest_attempt_is_kept(monkeypatch):
     options = bench.parse(["--retries", "2", "--seed", "0"])
     assert bench.measure_calmly({}, options) == ({}, 0.2)
     assert bench.measure_calmly({}, options) == ({}, 0.01)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_as_words_sees_the_same_memory(size):
+    data = torch.ones(1, size, dtype=torch.bfloat16)
+    assert common.as_words(data).tolist() == [0x3F803F80] * 2
 
 
 def test_markdown_table():

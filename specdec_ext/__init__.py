@@ -31,11 +31,13 @@ from .ops import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from .decoding import generate
+    from .decoding import Generated, GenerationError, Statistics, generate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Generated",
+    "GenerationError",
     "STATUS_INVALID_DRAFT_TOKEN",
     "STATUS_INVALID_TREE",
     "STATUS_NO_DRAFT_LAW",
@@ -43,6 +45,7 @@ __all__ = [
     "STATUS_PARAMETER_OUT_OF_RANGE",
     "RowLaw",
     "SampleResult",
+    "Statistics",
     "VerifyResult",
     "acceptance",
     "generate",
@@ -53,10 +56,13 @@ __all__ = [
 ]
 
 
+_OF_THE_LOOP = ("Generated", "GenerationError", "Statistics", "generate")
+
+
 def __getattr__(name: str) -> Any:
     # The generation loop is loaded when it is first asked for: operators alone do without it.
-    if name == "generate":
-        from .decoding import generate
+    if name in _OF_THE_LOOP:
+        from . import decoding
 
-        return generate
+        return getattr(decoding, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
