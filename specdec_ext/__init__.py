@@ -31,7 +31,8 @@ from .ops import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from .decoding import Generated, GenerationError, Statistics, generate
+    from .decoding.generate import Generated, GenerationError, generate
+    from .decoding.stats import Statistics
 
 __version__ = "0.1.0"
 
