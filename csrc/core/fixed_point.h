@@ -15,10 +15,6 @@ constexpr double kLawUnit = 0x1p40;
 // Residual weights sum to 2^62 whatever their mass S, so that tiny residuals keep their resolution.
 SPECDEC_HD double residual_unit(double mass) { return 0x1p62 / mass; }
 
-SPECDEC_HD uint64_t to_fixed(double weight, double unit) {
-  return static_cast<uint64_t>(weight * unit);  // truncation is floor: weights are >= 0
-}
-
 SPECDEC_HD uint64_t multiply_high(uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH__
   return __umul64hi(a, b);

@@ -16,7 +16,8 @@ struct LawTask {
   RowLaw law;  // the result
 };
 
-// Fills the laws of `tasks`. Reads every row once; once more for rows with top-p or min-p.
+// Fills the laws of `tasks`. Reads every row once; again from cache where filters ask
+// (cutoff.cpp).
 void compute_laws(const ThreadPool& pool, LawTask* tasks, int64_t n);
 
 // The sampling parameters of request b, cleaned.

@@ -15,7 +15,7 @@ __global__ void fixed_point_gate(double* u, uint64_t* total) {
   bool out_of_range = false;
   u[0] = clamp_uniform(u[0], &out_of_range);
   u[1] = out_of_range ? 1.0 : 0.0;
-  total[0] = to_fixed(u[2], residual_unit(u[3])) + to_fixed(u[4], kLawUnit);
+  total[0] = static_cast<uint64_t>(u[2] * residual_unit(u[3]) + u[4] * kLawUnit);
   total[1] = draw_threshold(u[0], total[0]);
   total[2] = multiply_high(total[0], total[1]);
 }
