@@ -48,10 +48,8 @@ void acceptance(const AcceptanceParams& p, const ThreadPool& pool) {
   LawTask* targets = tasks.data();
   LawTask* drafts = tasks.data() + p.rows;
   for (int64_t r = 0; r < p.rows; ++r) {
-    targets[r] = LawTask{
-        row_at(p.target, r, 0), filters_at(p.target_sampling, r, p.target.vocab), false, {}};
-    drafts[r] =
-        LawTask{row_at(p.draft, r, 0), filters_at(p.draft_sampling, r, p.draft.vocab), false, {}};
+    targets[r] = LawTask(row_at(p.target, r, 0), filters_at(p.target_sampling, r, p.target.vocab));
+    drafts[r] = LawTask(row_at(p.draft, r, 0), filters_at(p.draft_sampling, r, p.draft.vocab));
   }
   compute_laws(pool, tasks.data(), 2 * p.rows);
   Buffer<double> sums(p.rows * tiles);

@@ -81,10 +81,6 @@ int64_t max_tiles(const DrawTask* tasks, int64_t n) {
   return tiles;
 }
 
-bool needs_draw(const DrawTask& task) {
-  return task.active && task.target_law.valid && !task.target_law.point_mass;
-}
-
 }  // namespace
 
 void residual_masses(const ThreadPool& pool, const DrawTask* tasks, int64_t n, double* masses) {

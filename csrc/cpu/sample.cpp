@@ -27,7 +27,7 @@ void sample(const SampleParams& p, const ThreadPool& pool) {
   Buffer<DrawTask> draws(p.batch);
   for (int64_t b = 0; b < p.batch; ++b) {
     const Filters filters = filters_at(p.sampling, b, p.logits.vocab);
-    tasks[b] = LawTask{row_at(p.logits, b, 0), filters, false, {}};
+    tasks[b] = LawTask(row_at(p.logits, b, 0), filters);
   }
   compute_laws(pool, tasks.data(), p.batch);
   for (int64_t b = 0; b < p.batch; ++b) {

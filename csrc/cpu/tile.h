@@ -9,54 +9,15 @@
 #include <cmath>
 
 #include "../core/fixed_point.h"
-#include "../core/params.h"
-#include "../core/row_law.h"
+#include "../core/rows.h"
 #include "vec.h"
 
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
 
-constexpr int64_t kTile = 4096;
 constexpr int64_t kTilesPerThread = 4;  // below this, a thread is not worth waking
-constexpr int kGroup = 128;             // entries that share one maximum, and the unit of padding
 constexpr int kAccumulators = 4;
 static_assert(kGroup % (kAccumulators * kLanes) == 0, "a group is a whole number of steps");
-
-inline int64_t num_tiles(int64_t vocab) { return (vocab + kTile - 1) / kTile; }
-inline int64_t num_groups(int64_t entries) { return (entries + kGroup - 1) / kGroup; }
-
-// One row of logits or probabilities; data == nullptr: no such row.
-struct Row {
-  const void* data = nullptr;
-  Element element = Element::kFloat32;
-  bool linear = false;  // probabilities: padding is 0, not -inf
-  int64_t vocab = 0;
-};
-
-inline float row_value(const Row& row, int64_t token) {
-  if (row.element == Element::kFloat32) return static_cast<const float*>(row.data)[token];
-  return widen(static_cast<const uint16_t*>(row.data)[token], row.element);
-}
-
-inline int64_t load_id(const IdArray& ids, int64_t i, int64_t j) {
-  const int64_t offset = i * ids.stride[0] + j * ids.stride[1];
-  return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[offset]
-                      : static_cast<const int32_t*>(ids.data)[offset];
-}
-
-// Row s of request b, or no row where a packed index points outside.
-inline Row row_at(const RowBatch& rows, int64_t b, int64_t s, bool linear = false) {
-  Row row{nullptr, rows.element, linear, rows.vocab};
-  int64_t offset = b * rows.stride[0] + s * rows.stride[1];
-  if (rows.index.data != nullptr) {
-    const int64_t packed = load_id(rows.index, b, s);
-    if (packed < 0 || packed >= rows.num_rows) return row;
-    offset = packed * rows.stride[0];
-  }
-  const int64_t bytes = rows.element == Element::kFloat32 ? 4 : 2;
-  row.data = static_cast<const char*>(rows.data) + offset * bytes;
-  return row;
-}
 
 template <VecF (*Widen)(VecH)>
 inline void widen_tile(const uint16_t* source, int64_t n, float* out) {
@@ -95,11 +56,6 @@ inline const float* view_tile(const Row& row, int64_t tile, int64_t groups, floa
   for (int64_t i = n; i < groups * kGroup; ++i) buffer[i] = nothing;
   if (patch) buffer[excluded - begin] = nothing;
   return values;
-}
-
-inline int64_t tile_groups(int64_t vocab, int64_t tile) {
-  const int64_t left = vocab - tile * kTile;
-  return num_groups(left < kTile ? left : kTile);
 }
 
 // Runs step(accumulator, offset) over the groups of a tile, `kAccumulators` independent sums.

@@ -4,7 +4,6 @@
 
 #include <cstring>
 
-#include "../core/params.h"
 #include "../core/platform.h"
 
 namespace specdec {
@@ -92,20 +91,13 @@ inline bool all_lanes(VecI mask) {
 
 inline VecF widen_bfloat16(VecH bits) { return (VecF)(__builtin_convertvector(bits, VecU) << 16); }
 
-// Exact for every float16: shift the fields into place, rebias by a multiplication (which also
-// normalises subnormals), and give infinities and NaN their exponent back.
+// As the scalar one of core/rows.h.
 inline VecF widen_float16(VecH half) {
   const VecU bits = __builtin_convertvector(half, VecU);
   const VecU magnitude = bits & 0x7FFFu;
   const VecF scaled = (VecF)(magnitude << 13) * 0x1p112f;
   const VecU special = (VecU)(magnitude >= 0x7C00u) & 0x7F800000u;
   return (VecF)((VecU)scaled | special | (bits & 0x8000u) << 16);
-}
-
-inline float widen(uint16_t bits, Element element) {
-  VecH one{};
-  one[0] = bits;
-  return (element == Element::kBFloat16 ? widen_bfloat16(one) : widen_float16(one))[0];
 }
 
 }  // namespace SPECDEC_CPU_ISA

@@ -1,0 +1,30 @@
+// What is drawn at the end of a request: a token of a law, or of the residual of two laws.
+#pragma once
+
+#include "recursion.h"
+#include "rows.h"
+
+namespace specdec {
+
+struct DrawTask {
+  Row target;
+  RowLaw target_law;
+  Row draft;  // data == nullptr: no draft law in the residual
+  RowLaw draft_law;
+  bool residual = false;  // [coefficients.target * p - coefficients.draft * q]+ without `excluded`
+  SPECDEC_CPU_ISA::ResidualCoefficients coefficients{1.0, 1.0};
+  int64_t excluded = -1;
+  double u = 0.0;
+  bool active = false;
+  int64_t token = -1;  // the result
+};
+
+namespace SPECDEC_CPU_ISA {
+
+// Whether the token takes passes over the vocabulary.
+SPECDEC_HD bool needs_draw(const DrawTask& task) {
+  return task.active && task.target_law.valid && !task.target_law.point_mass;
+}
+
+}  // namespace SPECDEC_CPU_ISA
+}  // namespace specdec

@@ -1,0 +1,214 @@
+// One request of a verify call: its columns, coins, status and outcome, the same on every backend.
+#pragma once
+
+#include "draw_task.h"
+#include "fixed_point.h"
+#include "philox.h"
+
+namespace specdec {
+
+// One draft position of one request.
+struct Column {
+  int64_t token;
+  bool sampled;  // drawn from the draft's law, as opposed to put there
+};
+
+// How a draft token was proposed, once its law is known.
+struct Proposal {
+  bool usable;   // false: nothing can have been sampled from q here, the draft ends
+  bool sampled;  // a sample of a point mass counts as deterministic
+  double q;
+};
+
+struct Request {
+  int64_t b = 0;
+  bool greedy = false;  // T = 0, or a rule that only asks for the arg max
+  Filters target_filters;
+  Filters draft_filters;
+  int64_t drafted = 0;  // usable columns by their ids alone; columns after are never read
+  int64_t accepted = 0;
+  int32_t status = 0;
+  bool has_target_law = true;  // of the row that decided
+  DrawTask draw;
+};
+
+namespace SPECDEC_CPU_ISA {
+
+SPECDEC_HD bool reads_draft_law(Rule rule) {
+  return rule == Rule::kBlock || rule == Rule::kToken || rule == Rule::kLenient;
+}
+
+SPECDEC_HD bool ignores_sampling(Rule rule) {
+  return rule == Rule::kGreedy || rule == Rule::kTopBeta;
+}
+
+SPECDEC_HD int8_t kind_at(const VerifyParams& p, int64_t b, int64_t i) {
+  if (p.draft_kinds.data == nullptr) return p.draft.data != nullptr ? 1 : 0;
+  return p.draft_kinds.data[b * p.draft_kinds.stride[0] + i * p.draft_kinds.stride[1]];
+}
+
+SPECDEC_HD Column column_at(const VerifyParams& p, int64_t b, int64_t i) {
+  return {load_id(p.draft_tokens, b, i), kind_at(p, b, i) != 0};
+}
+
+SPECDEC_HD Row target_row(const VerifyParams& p, int64_t b, int64_t i) {
+  return row_at(p.target, b, i);
+}
+
+SPECDEC_HD Row draft_row(const VerifyParams& p, int64_t b, int64_t i) {
+  return p.draft.data != nullptr ? row_at(p.draft, b, i, p.draft_is_probs) : Row{};
+}
+
+// Whether the law of draft row i of a request is asked for at all.
+SPECDEC_HD bool wants_draft_row(const VerifyParams& p, const Request& r, int64_t i) {
+  return reads_draft_law(p.rule) && !r.greedy && i < r.drafted && column_at(p, r.b, i).sampled;
+}
+
+SPECDEC_HD double given_uniform(const VerifyParams& p, int64_t b, int64_t slot,
+                                bool* out_of_range) {
+  const Array<double>& uniforms = p.randomness.uniforms;
+  return clamp_uniform(uniforms.data[b * uniforms.stride[0] + slot * uniforms.stride[1]],
+                       out_of_range);
+}
+
+// Uniform of a slot: the coin of draft token slot + 1, or the final draw (slot gamma).
+SPECDEC_HD double uniform_at(const VerifyParams& p, int64_t b, int64_t slot) {
+  const Randomness& r = p.randomness;
+  if (r.uniforms.data != nullptr) {
+    bool ignored = false;
+    return given_uniform(p, b, slot, &ignored);
+  }
+  return verify_uniform(r.seeds.data[b * r.seeds.stride[0]],
+                        r.positions.data[b * r.positions.stride[0]], slot, p.gamma, r.stream);
+}
+
+// ---- opening
+// --------------------------------------------------------------------------------------
+
+SPECDEC_HD void check_uniforms(const VerifyParams& p, Request* r) {
+  if (p.randomness.uniforms.data == nullptr || r->greedy) return;
+  bool out_of_range = false;
+  for (int64_t slot = 0; slot < r->drafted; ++slot) given_uniform(p, r->b, slot, &out_of_range);
+  given_uniform(p, r->b, p.gamma, &out_of_range);
+  if (out_of_range) r->status |= kParameterOutOfRange;
+}
+
+// Columns that are usable by their ids: up to draft_lengths, the first -1 or the first invalid id.
+SPECDEC_HD void count_drafted(const VerifyParams& p, Request* r) {
+  int64_t length = p.gamma;
+  if (p.draft_lengths.data != nullptr) {
+    const int64_t given = load_id(p.draft_lengths, r->b, 0);
+    length = given < 0 ? 0 : given > p.gamma ? p.gamma : given;
+    if (given != length) r->status |= kParameterOutOfRange;
+  }
+  const int64_t ids = p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab;
+  for (r->drafted = 0; r->drafted < length; ++r->drafted) {
+    const int64_t token = load_id(p.draft_tokens, r->b, r->drafted);
+    const int8_t kind = kind_at(p, r->b, r->drafted);
+    if (token == -1) break;
+    if (token < 0 || token >= ids || (kind != 0 && kind != 1)) {
+      r->status |= kInvalidDraftToken;
+      break;
+    }
+  }
+}
+
+SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {
+  Request r;
+  r.b = b;
+  r.greedy = ignores_sampling(p.rule);
+  if (r.greedy) {
+    r.target_filters.temperature = 0.0;
+  } else {
+    r.target_filters = filters_at(p.target_sampling, b, p.target.vocab);
+    bool out_of_range = r.target_filters.out_of_range;
+    r.greedy = is_greedy(r.target_filters);
+    if (p.draft.data != nullptr && !p.draft_is_probs) {
+      r.draft_filters = filters_at(p.draft_sampling, b, p.draft.vocab);
+      out_of_range |= r.draft_filters.out_of_range;
+    }
+    if (out_of_range) r.status |= kParameterOutOfRange;
+  }
+  count_drafted(p, &r);
+  check_uniforms(p, &r);
+  r.draw.u = r.greedy ? 0.0 : uniform_at(p, b, p.gamma);
+  return r;
+}
+
+// ---- probabilities of draft tokens
+// ----------------------------------------------------------------
+
+SPECDEC_HD Proposal proposal_of(const Column& column, const LawRow& draft) {
+  if (!column.sampled) return {true, false, 1.0};
+  if (!draft.law.valid || column.token >= draft.row.vocab) return {false, true, 0.0};
+  const double q = law_probability(draft.law, row_value(draft.row, column.token), column.token);
+  return {q > 0.0, !draft.law.point_mass, q};
+}
+
+// p(x) of a draft token, 0 for an id the target does not have.
+SPECDEC_HD double target_probability(const LawRow& target, int64_t token) {
+  if (token >= target.row.vocab) return 0.0;
+  return law_probability(target.law, row_value(target.row, token), token);
+}
+
+SPECDEC_HD float target_log_probability(const LawRow& target, int64_t token) {
+  return static_cast<float>(law_log_probability(target.law, row_value(target.row, token)));
+}
+
+// ---- the extra token
+// -----------------------------------------------------------------------------
+
+// It comes from the target's own law: bonus, or no draft token was tried here.
+SPECDEC_HD void draw_from_target(Request* r, const LawRow& target) {
+  r->has_target_law = target.law.valid;
+  if (!target.law.valid) r->status |= kNoTargetLaw;
+  r->draw.target = target.row;
+  r->draw.target_law = target.law;
+  r->draw.residual = false;
+  r->draw.active = true;
+}
+
+// It replaces `column`'s, which was rejected at a node with this inflow.
+SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRow& draft,
+                                   const Column& column, bool sampled, double inflow) {
+  draw_from_target(r, target);
+  Node node;
+  node.inflow = inflow;
+  r->draw.residual = true;
+  r->draw.draft = sampled ? draft.row : Row{};
+  r->draw.draft_law = draft.law;
+  r->draw.coefficients = residual_after_child(node, 1.0, sampled);
+  r->draw.excluded = column.token;
+}
+
+// ---- outputs
+// --------------------------------------------------------------------------------------
+
+SPECDEC_HD void clear_outputs(const VerifyParams& p, int64_t b) {
+  for (int64_t i = 0; i <= p.gamma; ++i) {
+    p.tokens[b * (p.gamma + 1) + i] = -1;
+    p.logprobs[b * (p.gamma + 1) + i] = NAN;
+  }
+  for (int64_t i = 0; i < p.gamma; ++i) p.accept_probs[b * p.gamma + i] = NAN;
+}
+
+// Everything that is known before the extra token is drawn.
+SPECDEC_HD void write_accepted(const VerifyParams& p, const Request& r) {
+  const int64_t first = r.b * (p.gamma + 1);
+  p.num_accepted[r.b] = static_cast<int32_t>(r.accepted);
+  p.status[r.b] = r.status;
+  for (int64_t i = 0; i < r.accepted; ++i) {
+    p.tokens[first + i] = load_id(p.draft_tokens, r.b, i);
+  }
+  if (!r.has_target_law) p.tokens[first + r.accepted] = 0;
+}
+
+SPECDEC_HD void write_extra_token(const VerifyParams& p, int64_t b, int64_t accepted,
+                                  const DrawTask& draw) {
+  const int64_t place = b * (p.gamma + 1) + accepted;
+  p.tokens[place] = draw.token;
+  p.logprobs[place] = target_log_probability({draw.target, draw.target_law}, draw.token);
+}
+
+}  // namespace SPECDEC_CPU_ISA
+}  // namespace specdec
