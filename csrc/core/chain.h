@@ -21,6 +21,18 @@ struct Verdict {
   double probability;
 };
 
+// What one node says of the draft token after it, whatever happens before: nodes can be looked at
+// side by side.
+struct NodeFacts {
+  bool ends;    // the draft is over here, or the row has no law
+  bool usable;  // false: nothing can have been sampled from q here
+  bool sampled;
+  double p;
+  double q;
+  float log_p;
+  Verdict verdict;  // under a stepwise rule
+};
+
 // What the block rule finds at a node on its way down.
 struct BlockStep {
   bool leaf;  // the draft ends here, or the row has no law, or nothing flows in
@@ -36,57 +48,64 @@ namespace SPECDEC_CPU_ISA {
 SPECDEC_HD Verdict certain(bool accepted) { return {accepted, accepted ? 1.0 : 0.0}; }
 
 // `extra` is the rank of the token less one (top_beta) or the entropy of the row (typical).
-SPECDEC_HD Verdict judge(const VerifyParams& p, const Request& r, int64_t i, int64_t token,
-                         const LawRow& target, const Proposal& proposal, double extra) {
-  const bool in_vocab = token < target.row.vocab;
-  const float logit = in_vocab ? row_value(target.row, token) : -INFINITY;
+SPECDEC_HD Verdict judge(const VerifyParams& p, const Request& r, int64_t i, float logit,
+                         const LawRow& target, const NodeFacts& facts, double extra) {
   if (p.rule == Rule::kTopBeta) {
-    return certain(in_vocab && accepts_top_beta(static_cast<int64_t>(extra), logit, target.law.max,
-                                                p.relaxed.beta, p.relaxed.tau));
+    return certain(accepts_top_beta(static_cast<int64_t>(extra), logit, target.law.max,
+                                    p.relaxed.beta, p.relaxed.tau));
   }
   if (r.greedy && p.rule == Rule::kLenient) {
-    return certain(in_vocab && accepts_lenient_greedy(logit, target.law.max, p.relaxed.lenience));
+    return certain(accepts_lenient_greedy(logit, target.law.max, p.relaxed.lenience));
   }
-  const double probability = target_probability(target, token);
-  if (r.greedy) return certain(probability > 0.0);
+  if (r.greedy) return certain(facts.p > 0.0);
   if (p.rule == Rule::kTypical) {
-    return certain(accepts_typical(probability, extra, p.relaxed.epsilon, p.relaxed.delta));
+    return certain(accepts_typical(facts.p, extra, p.relaxed.epsilon, p.relaxed.delta));
   }
-  const double q = p.rule == Rule::kLenient ? p.relaxed.lenience * proposal.q : proposal.q;
-  return {accepts_token(uniform_at(p, r.b, i), probability, q),
-          token_accept_probability(probability, q)};
+  const double q = p.rule == Rule::kLenient ? p.relaxed.lenience * facts.q : facts.q;
+  return {accepts_token(uniform_at(p, r.b, i), facts.p, q), token_accept_probability(facts.p, q)};
+}
+
+SPECDEC_HD NodeFacts node_facts(const VerifyParams& p, const Request& r, int64_t i,
+                                const LawRow& target, const LawRow& draft, double extra) {
+  NodeFacts facts{true, true, false, 0.0, 1.0, NAN, {false, 0.0}};
+  if (i >= r.drafted || !target.law.valid) return facts;
+  facts.ends = false;
+  const Column column = column_at(p, r.b, i);
+  const bool q_matters = reads_draft_law(p.rule) && !r.greedy;
+  const Proposal proposal = q_matters ? proposal_of(column, draft) : Proposal{true, false, 1.0};
+  facts.usable = proposal.usable;
+  facts.sampled = proposal.sampled;
+  facts.q = proposal.q;
+  // An id that the target does not have: p = 0, and no rule accepts it.
+  if (column.token >= target.row.vocab) return facts;
+  const float logit = row_value(target.row, column.token);
+  facts.p = law_probability(target.law, logit, column.token);
+  facts.log_p = static_cast<float>(law_log_probability(target.law, logit));
+  if (p.rule != Rule::kBlock) facts.verdict = judge(p, r, i, logit, target, facts, extra);
+  return facts;
 }
 
 // Takes a request through node i; sets walk->walking to whether it goes on to node i + 1. `report`:
 // write accept_probs and logprobs too.
 SPECDEC_HD void visit(const VerifyParams& p, Request* r, Walk* walk, int64_t i,
-                      const LawRow& target, const LawRow& draft, double extra, bool report) {
+                      const NodeFacts& facts, const LawRow& target, const LawRow& draft,
+                      bool report) {
   walk->walking = false;
-  if (i >= r->drafted || !target.law.valid) {
+  if (facts.ends || !facts.usable) {
+    if (!facts.usable) r->status |= kNoDraftLaw;
     if (!walk->decided) draw_from_target(r, target);
     return;
   }
-  const Column column = column_at(p, r->b, i);
-  const bool q_matters = reads_draft_law(p.rule) && !r->greedy;
-  const Proposal proposal = q_matters ? proposal_of(column, draft) : Proposal{true, false, 1.0};
-  if (!proposal.usable) {
-    r->status |= kNoDraftLaw;
-    if (!walk->decided) draw_from_target(r, target);
-    return;
-  }
-  const Verdict verdict = judge(p, *r, i, column.token, target, proposal, extra);
-  if (report) p.accept_probs[r->b * p.gamma + i] = static_cast<float>(verdict.probability);
+  if (report) p.accept_probs[r->b * p.gamma + i] = static_cast<float>(facts.verdict.probability);
   if (walk->decided) {
     walk->walking = true;
-  } else if (verdict.accepted) {
-    if (report) {
-      p.logprobs[r->b * (p.gamma + 1) + i] = target_log_probability(target, column.token);
-    }
+  } else if (facts.verdict.accepted) {
+    if (report) p.logprobs[r->b * (p.gamma + 1) + i] = facts.log_p;
     r->accepted = i + 1;
     walk->walking = true;
   } else {
-    if (q_matters) {
-      draw_from_residual(r, target, draft, column, proposal.sampled, 1.0);
+    if (reads_draft_law(p.rule) && !r->greedy) {
+      draw_from_residual(r, target, draft, column_at(p, r->b, i), facts.sampled, 1.0);
     } else {
       draw_from_target(r, target);  // typical draws from p; a point mass has nothing else
     }
@@ -104,18 +123,14 @@ SPECDEC_HD Node node_with(double inflow) {
   return node;
 }
 
-SPECDEC_HD BlockStep block_step(const VerifyParams& p, Request* r, int64_t i, double inflow,
-                                const LawRow& target, const LawRow& draft) {
-  if (i >= r->drafted || !target.law.valid || inflow == 0.0) return {true, false, 0.0};
-  const Column column = column_at(p, r->b, i);
-  const Proposal proposal = r->greedy ? Proposal{true, false, 1.0} : proposal_of(column, draft);
-  if (!proposal.usable) {
+SPECDEC_HD BlockStep block_step(Request* r, double inflow, const NodeFacts& facts) {
+  if (facts.ends || inflow == 0.0) return {true, false, 0.0};
+  if (!facts.usable) {
     r->status |= kNoDraftLaw;
     return {true, false, 0.0};
   }
-  return {false, proposal.sampled,
-          child_inflow(node_with(inflow), target_probability(target, column.token), proposal.q, 1.0,
-                       proposal.sampled)};
+  return {false, facts.sampled,
+          child_inflow(node_with(inflow), facts.p, facts.q, 1.0, facts.sampled)};
 }
 
 // Whether the residual mass at node i (no leaf) takes a pass over the vocabulary. The root always
@@ -137,29 +152,19 @@ SPECDEC_HD DrawTask block_residual(double inflow, const LawRow& target, const La
   return task;
 }
 
-// h_i at a node that is no leaf (h of a leaf is its inflow). `mass` counts for a sampled child.
-SPECDEC_HD double block_acceptance(const VerifyParams& p, const Request& r, int64_t i,
-                                   double inflow, bool sampled, double mass, const LawRow& target) {
-  if (!sampled) {
-    mass = inflow * (1.0 - target_probability(target, load_id(p.draft_tokens, r.b, i)));
-  }
+// h_i at a node that is no leaf (h of a leaf is its inflow). `mass` counts for a sampled child;
+// `p` is the probability of the child's token.
+SPECDEC_HD double block_acceptance(double inflow, bool sampled, double mass, double p) {
   const Node node = node_with(inflow);
-  return close_child(node, residual_after_child(node, 1.0, sampled), mass).inflow;
+  return close_child(node, residual_after_child(node, 1.0, sampled),
+                     sampled ? mass : inflow * (1.0 - p))
+      .inflow;
 }
 
-// Flips the coin of node i > 0; the deepest node that accepts wins.
-SPECDEC_HD void block_flip(const VerifyParams& p, Request* r, int64_t i, double acceptance,
-                           bool report) {
-  if (report) p.accept_probs[r->b * p.gamma + i - 1] = static_cast<float>(acceptance);
-  const double u = r->greedy ? 0.0 : uniform_at(p, r->b, i - 1);
-  if (u < acceptance) r->accepted = i;
-}
-
-// Below a leaf that nothing flows into, acceptance probabilities are 0.
-SPECDEC_HD void report_below_leaf(const VerifyParams& p, const Request& r, int64_t leaf,
-                                  double inflow) {
-  if (inflow != 0.0) return;
-  for (int64_t i = leaf; i < r.drafted; ++i) p.accept_probs[r.b * p.gamma + i] = 0.0f;
+// Whether the coin of node i > 0 accepts; the deepest node that accepts wins.
+SPECDEC_HD bool block_accepts(const VerifyParams& p, const Request& r, int64_t i,
+                              double acceptance) {
+  return (r.greedy ? 0.0 : uniform_at(p, r.b, i - 1)) < acceptance;
 }
 
 }  // namespace SPECDEC_CPU_ISA

@@ -85,53 +85,71 @@ SPECDEC_HD double uniform_at(const VerifyParams& p, int64_t b, int64_t slot) {
 // ---- opening
 // --------------------------------------------------------------------------------------
 
-SPECDEC_HD void check_uniforms(const VerifyParams& p, Request* r) {
-  if (p.randomness.uniforms.data == nullptr || r->greedy) return;
-  bool out_of_range = false;
-  for (int64_t slot = 0; slot < r->drafted; ++slot) given_uniform(p, r->b, slot, &out_of_range);
-  given_uniform(p, r->b, p.gamma, &out_of_range);
-  if (out_of_range) r->status |= kParameterOutOfRange;
-}
+// What a column's id and kind alone say: usable, the end of the draft, or the end by an error.
+enum class ColumnState : int8_t { kUsable, kEnd, kInvalid };
 
-// Columns that are usable by their ids: up to draft_lengths, the first -1 or the first invalid id.
-SPECDEC_HD void count_drafted(const VerifyParams& p, Request* r) {
-  int64_t length = p.gamma;
-  if (p.draft_lengths.data != nullptr) {
-    const int64_t given = load_id(p.draft_lengths, r->b, 0);
-    length = given < 0 ? 0 : given > p.gamma ? p.gamma : given;
-    if (given != length) r->status |= kParameterOutOfRange;
-  }
+SPECDEC_HD ColumnState column_state(const VerifyParams& p, int64_t b, int64_t i) {
+  const int64_t token = load_id(p.draft_tokens, b, i);
   const int64_t ids = p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab;
-  for (r->drafted = 0; r->drafted < length; ++r->drafted) {
-    const int64_t token = load_id(p.draft_tokens, r->b, r->drafted);
-    const int8_t kind = kind_at(p, r->b, r->drafted);
-    if (token == -1) break;
-    if (token < 0 || token >= ids || (kind != 0 && kind != 1)) {
-      r->status |= kInvalidDraftToken;
-      break;
-    }
-  }
+  const int8_t kind = kind_at(p, b, i);
+  if (token == -1) return ColumnState::kEnd;
+  const bool known = token >= 0 && token < ids && (kind == 0 || kind == 1);
+  return known ? ColumnState::kUsable : ColumnState::kInvalid;
 }
 
-SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {
+// The request's draft length, clamped.
+SPECDEC_HD int64_t draft_length(const VerifyParams& p, int64_t b, int32_t* status) {
+  if (p.draft_lengths.data == nullptr) return p.gamma;
+  const int64_t given = load_id(p.draft_lengths, b, 0);
+  const int64_t length = given < 0 ? 0 : given > p.gamma ? p.gamma : given;
+  if (given != length) *status |= kParameterOutOfRange;
+  return length;
+}
+
+// A request before its columns are counted.
+SPECDEC_HD Request begin_request(const VerifyParams& p, int64_t b) {
   Request r;
   r.b = b;
   r.greedy = ignores_sampling(p.rule);
   if (r.greedy) {
     r.target_filters.temperature = 0.0;
-  } else {
-    r.target_filters = filters_at(p.target_sampling, b, p.target.vocab);
-    bool out_of_range = r.target_filters.out_of_range;
-    r.greedy = is_greedy(r.target_filters);
-    if (p.draft.data != nullptr && !p.draft_is_probs) {
-      r.draft_filters = filters_at(p.draft_sampling, b, p.draft.vocab);
-      out_of_range |= r.draft_filters.out_of_range;
-    }
-    if (out_of_range) r.status |= kParameterOutOfRange;
+    return r;
   }
-  count_drafted(p, &r);
-  check_uniforms(p, &r);
-  r.draw.u = r.greedy ? 0.0 : uniform_at(p, b, p.gamma);
+  r.target_filters = filters_at(p.target_sampling, b, p.target.vocab);
+  bool out_of_range = r.target_filters.out_of_range;
+  r.greedy = is_greedy(r.target_filters);
+  if (p.draft.data != nullptr && !p.draft_is_probs) {
+    r.draft_filters = filters_at(p.draft_sampling, b, p.draft.vocab);
+    out_of_range |= r.draft_filters.out_of_range;
+  }
+  if (out_of_range) r.status |= kParameterOutOfRange;
+  return r;
+}
+
+// Whether the uniform of a slot, if given at all, lies in [0, 1).
+SPECDEC_HD bool is_uniform_fine(const VerifyParams& p, int64_t b, int64_t slot) {
+  bool out_of_range = false;
+  if (p.randomness.uniforms.data != nullptr) given_uniform(p, b, slot, &out_of_range);
+  return !out_of_range;
+}
+
+// Takes the uniform of the final draw.
+SPECDEC_HD void take_final_uniform(const VerifyParams& p, Request* r) {
+  r->draw.u = r->greedy ? 0.0 : uniform_at(p, r->b, p.gamma);
+}
+
+SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {
+  Request r = begin_request(p, b);
+  const int64_t length = draft_length(p, b, &r.status);
+  for (; r.drafted < length; ++r.drafted) {
+    const ColumnState state = column_state(p, b, r.drafted);
+    if (state == ColumnState::kInvalid) r.status |= kInvalidDraftToken;
+    if (state != ColumnState::kUsable) break;
+  }
+  bool fine = r.greedy || is_uniform_fine(p, b, p.gamma);
+  for (int64_t slot = 0; slot < r.drafted && !r.greedy; ++slot) fine &= is_uniform_fine(p, b, slot);
+  if (!fine) r.status |= kParameterOutOfRange;
+  take_final_uniform(p, &r);
   return r;
 }
 
@@ -143,12 +161,6 @@ SPECDEC_HD Proposal proposal_of(const Column& column, const LawRow& draft) {
   if (!draft.law.valid || column.token >= draft.row.vocab) return {false, true, 0.0};
   const double q = law_probability(draft.law, row_value(draft.row, column.token), column.token);
   return {q > 0.0, !draft.law.point_mass, q};
-}
-
-// p(x) of a draft token, 0 for an id the target does not have.
-SPECDEC_HD double target_probability(const LawRow& target, int64_t token) {
-  if (token >= target.row.vocab) return 0.0;
-  return law_probability(target.law, row_value(target.row, token), token);
 }
 
 SPECDEC_HD float target_log_probability(const LawRow& target, int64_t token) {

@@ -12,42 +12,49 @@ namespace {
 struct Chain {
   LawTask* targets;  // [gamma + 1]
   LawTask* drafts;   // [gamma]
+  NodeFacts* facts;  // [gamma + 1]
   double* inflow;    // [gamma + 1], w of the paper
-  bool* sampled;     // [gamma]
   int64_t leaf = 0;
 };
 
 void flow_down(const VerifyParams& p, Request* r, Chain* chain) {
   chain->inflow[0] = 1.0;
   for (int64_t i = 0;; ++i) {
-    const BlockStep step =
-        block_step(p, r, i, chain->inflow[i], chain->targets[i], chain->drafts[i]);
+    chain->facts[i] = node_facts(p, *r, i, chain->targets[i], chain->drafts[i], 0.0);
+    const BlockStep step = block_step(r, chain->inflow[i], chain->facts[i]);
     chain->leaf = i;
     if (step.leaf) break;
-    chain->sampled[i] = step.sampled;
     chain->inflow[i + 1] = step.outgoing;
   }
 }
 
-void decide(const VerifyParams& p, Request* r, const Chain& chain, const double* masses) {
-  for (int64_t i = 1; i < chain.leaf; ++i) {
-    block_flip(
-        p, r, i,
-        block_acceptance(p, *r, i, chain.inflow[i], chain.sampled[i], masses[i], chain.targets[i]),
-        true);
+void flip_coins(const VerifyParams& p, Request* r, const Chain& chain, const double* masses) {
+  float* accept_probs = p.accept_probs + r->b * p.gamma;
+  for (int64_t i = 1; i <= chain.leaf; ++i) {
+    const NodeFacts& facts = chain.facts[i];
+    const double acceptance =
+        i == chain.leaf ? chain.inflow[i]
+                        : block_acceptance(chain.inflow[i], facts.sampled, masses[i], facts.p);
+    accept_probs[i - 1] = static_cast<float>(acceptance);
+    if (block_accepts(p, *r, i, acceptance)) r->accepted = i;
   }
-  if (chain.leaf > 0) block_flip(p, r, chain.leaf, chain.inflow[chain.leaf], true);
-  report_below_leaf(p, *r, chain.leaf, chain.inflow[chain.leaf]);
+  // Nothing flows into a leaf because p was 0 before it: below, nothing can be accepted.
+  for (int64_t i = chain.leaf; i < r->drafted && chain.inflow[chain.leaf] == 0.0; ++i) {
+    accept_probs[i] = 0.0f;
+  }
+}
+
+void decide(const VerifyParams& p, Request* r, const Chain& chain, const double* masses) {
+  flip_coins(p, r, chain, masses);
   for (int64_t i = 0; i < r->accepted; ++i) {
-    p.logprobs[r->b * (p.gamma + 1) + i] =
-        target_log_probability(chain.targets[i], load_id(p.draft_tokens, r->b, i));
+    p.logprobs[r->b * (p.gamma + 1) + i] = chain.facts[i].log_p;
   }
   const int64_t winner = r->accepted;
   if (winner == chain.leaf) {
     draw_from_target(r, chain.targets[winner]);
   } else {
     draw_from_residual(r, chain.targets[winner], chain.drafts[winner], column_at(p, r->b, winner),
-                       chain.sampled[winner], chain.inflow[winner]);
+                       chain.facts[winner].sampled, chain.inflow[winner]);
   }
 }
 
@@ -57,13 +64,13 @@ void verify_block(const VerifyParams& p, const ThreadPool& pool, Request* reques
   const int64_t nodes = p.gamma + 1;
   Buffer<LawTask> tasks(2 * n * nodes);
   Buffer<double> inflow(n * nodes), masses(n * nodes);
-  Buffer<bool> sampled(n * nodes);
+  Buffer<NodeFacts> facts(n * nodes);
   Buffer<Chain> chains(n);
   for (int64_t k = 0; k < n; ++k) {
     const Request& r = requests[k];
     Chain& chain = chains[k];
     chain = Chain{tasks.data() + 2 * k * nodes, tasks.data() + (2 * k + 1) * nodes,
-                  inflow.data() + k * nodes, sampled.data() + k * nodes};
+                  facts.data() + k * nodes, inflow.data() + k * nodes};
     for (int64_t i = 0; i < nodes; ++i) {
       chain.targets[i] = LawTask();
       chain.drafts[i] = LawTask();
@@ -82,7 +89,7 @@ void verify_block(const VerifyParams& p, const ThreadPool& pool, Request* reques
     flow_down(p, &requests[k], &chains[k]);
     const Chain& chain = chains[k];
     for (int64_t i = 0; i < chain.leaf; ++i) {
-      if (!needs_mass(i, chain.inflow[i], chain.sampled[i])) continue;
+      if (!needs_mass(i, chain.inflow[i], chain.facts[i].sampled)) continue;
       places[num_residuals] = k * nodes + i;
       residuals[num_residuals++] =
           block_residual(chain.inflow[i], chain.targets[i], chain.drafts[i]);

@@ -59,8 +59,9 @@ void verify_stepwise(const VerifyParams& p, const ThreadPool& pool, Request* req
     compute_laws(pool, tasks.data(), 2 * walking);
     measure_relaxed(p, pool, requests, walkers.data(), walking, i, step);
     for (int64_t k = 0; k < walking; ++k) {
-      visit(p, &requests[walkers[k]], &walks[walkers[k]], i, step.targets[k], step.drafts[k],
-            step.extra[k], true);
+      Request& r = requests[walkers[k]];
+      const NodeFacts facts = node_facts(p, r, i, step.targets[k], step.drafts[k], step.extra[k]);
+      visit(p, &r, &walks[walkers[k]], i, facts, step.targets[k], step.drafts[k], true);
     }
   }
 }
