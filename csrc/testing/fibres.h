@@ -1,0 +1,53 @@
+// Runs CUDA kernels on the host: a test harness for machines without a GPU, never a backend.
+//
+// Every CUDA thread is a fibre with a stack of its own. Blocks run one after the other, in a random
+// order; the threads of a block take turns on one processor, each until it has to wait for others,
+// and whose turn it is next is random, too. So a missing barrier gives a wrong result under some
+// seed, and a barrier that not all threads reach is an error that says where they wait. What cannot
+// be seen: a missing memory fence, since all threads share one processor's view of memory.
+#pragma once
+
+#include <cstdint>
+
+namespace specdec {
+namespace fibres {
+
+// Where threads meet: for messages, and because all that meet must be at the same place.
+struct Site {
+  const char* what;
+  const char* file;
+  int line;
+};
+
+// As a default argument: the place of the call.
+constexpr Site here(const char* what, const char* file = __builtin_FILE(),
+                    int line = __builtin_LINE()) {
+  return {what, file, line};
+}
+
+// What the last thread to arrive does for all: `brought` has what each thread brought, in thread
+// (lane) order, null for lanes that do not take part.
+using Combine = void (*)(void** brought, int n);
+
+// Waits for all threads of the block.
+void meet_block(Site site, Combine combine, void* mine);
+
+// Waits for the lanes of the caller's warp that are in `mask`.
+void meet_warp(uint32_t mask, Site site, Combine combine, void* mine);
+
+// Ends the launch with an error.
+[[noreturn]] void fail(const char* what);
+
+// Runs thread(context) for every thread of every block. Throws std::runtime_error, with the
+// kernel's name, for whatever went wrong in it.
+void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(const void*),
+              const void* context);
+
+// The order of blocks and threads from here on.
+void set_seed(uint64_t seed);
+
+// Launches so far.
+int64_t num_launches();
+
+}  // namespace fibres
+}  // namespace specdec
