@@ -196,23 +196,25 @@ SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRo
 // ---- outputs
 // --------------------------------------------------------------------------------------
 
-SPECDEC_HD void clear_outputs(const VerifyParams& p, int64_t b) {
-  for (int64_t i = 0; i <= p.gamma; ++i) {
+// Threads that share the work take every `step`-th place from `first` on.
+SPECDEC_HD void clear_outputs(const VerifyParams& p, int64_t b, int64_t first = 0,
+                              int64_t step = 1) {
+  for (int64_t i = first; i <= p.gamma; i += step) {
     p.tokens[b * (p.gamma + 1) + i] = -1;
     p.logprobs[b * (p.gamma + 1) + i] = NAN;
+    if (i < p.gamma) p.accept_probs[b * p.gamma + i] = NAN;
   }
-  for (int64_t i = 0; i < p.gamma; ++i) p.accept_probs[b * p.gamma + i] = NAN;
 }
 
 // Everything that is known before the extra token is drawn.
-SPECDEC_HD void write_accepted(const VerifyParams& p, const Request& r) {
-  const int64_t first = r.b * (p.gamma + 1);
+SPECDEC_HD void write_accepted(const VerifyParams& p, const Request& r, int64_t first = 0,
+                               int64_t step = 1) {
+  int64_t* tokens = p.tokens + r.b * (p.gamma + 1);
+  for (int64_t i = first; i < r.accepted; i += step) tokens[i] = load_id(p.draft_tokens, r.b, i);
+  if (first != 0) return;
   p.num_accepted[r.b] = static_cast<int32_t>(r.accepted);
   p.status[r.b] = r.status;
-  for (int64_t i = 0; i < r.accepted; ++i) {
-    p.tokens[first + i] = load_id(p.draft_tokens, r.b, i);
-  }
-  if (!r.has_target_law) p.tokens[first + r.accepted] = 0;
+  if (!r.has_target_law) tokens[r.accepted] = 0;
 }
 
 SPECDEC_HD void write_extra_token(const VerifyParams& p, int64_t b, int64_t accepted,
