@@ -42,8 +42,7 @@ struct BlockStep {
 
 namespace SPECDEC_CPU_ISA {
 
-// ---- stepwise rules
-// -------------------------------------------------------------------------------
+// ---- stepwise rules ---
 
 SPECDEC_HD Verdict certain(bool accepted) { return {accepted, accepted ? 1.0 : 0.0}; }
 
@@ -114,8 +113,7 @@ SPECDEC_HD void visit(const VerifyParams& p, Request* r, Walk* walk, int64_t i,
   }
 }
 
-// ---- block rule
-// -----------------------------------------------------------------------------------
+// ---- block rule ---
 
 SPECDEC_HD Node node_with(double inflow) {
   Node node;

@@ -82,8 +82,7 @@ SPECDEC_HD double uniform_at(const VerifyParams& p, int64_t b, int64_t slot) {
                         r.positions.data[b * r.positions.stride[0]], slot, p.gamma, r.stream);
 }
 
-// ---- opening
-// --------------------------------------------------------------------------------------
+// ---- opening ---
 
 // What a column's id and kind alone say: usable, the end of the draft, or the end by an error.
 enum class ColumnState : int8_t { kUsable, kEnd, kInvalid };
@@ -153,8 +152,7 @@ SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {
   return r;
 }
 
-// ---- probabilities of draft tokens
-// ----------------------------------------------------------------
+// ---- probabilities of draft tokens ---
 
 SPECDEC_HD Proposal proposal_of(const Column& column, const LawRow& draft) {
   if (!column.sampled) return {true, false, 1.0};
@@ -167,8 +165,7 @@ SPECDEC_HD float target_log_probability(const LawRow& target, int64_t token) {
   return static_cast<float>(law_log_probability(target.law, row_value(target.row, token)));
 }
 
-// ---- the extra token
-// -----------------------------------------------------------------------------
+// ---- the extra token ---
 
 // It comes from the target's own law: bonus, or no draft token was tried here.
 SPECDEC_HD void draw_from_target(Request* r, const LawRow& target) {
@@ -193,8 +190,7 @@ SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRo
   r->draw.excluded = column.token;
 }
 
-// ---- outputs
-// --------------------------------------------------------------------------------------
+// ---- outputs ---
 
 // Threads that share the work take every `step`-th place from `first` on.
 SPECDEC_HD void clear_outputs(const VerifyParams& p, int64_t b, int64_t first = 0,
