@@ -14,6 +14,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+# SPECDEC_CUDA in the environment. By default CUDA kernels are built where torch has CUDA and nvcc
+# is there.
+CUDA = {"": "AUTO", "0": "OFF", "1": "ON"}
 
 
 class FreshBuild(build):
@@ -32,6 +35,9 @@ class CMakeBuild(build_ext):
         """Put the libraries into the source tree (in place, editable) or into the wheel's."""
         in_place = self.inplace or self.editable_mode
         command = Path(cmake.CMAKE_BIN_DIR) / "cmake"
+        cuda = os.environ.get("SPECDEC_CUDA", "")
+        if cuda not in CUDA:
+            raise ValueError(f"SPECDEC_CUDA must be 0 or 1, got {cuda!r}")
         prefix = ROOT if in_place else Path(self.build_lib).resolve()
         subprocess.run(
             [
@@ -40,6 +46,7 @@ class CMakeBuild(build_ext):
                 f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}",
                 f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
                 f"-DPython_EXECUTABLE={sys.executable}",
+                f"-DSPECDEC_CUDA={CUDA[cuda]}",
                 f"-DSPECDEC_WERROR={'ON' if os.environ.get('CI') == 'true' else 'OFF'}",
             ],
             check=True,

@@ -1,10 +1,11 @@
 // The schema of every operator of the `specdec` namespace, and nothing else.
 //
 // Shapes, laws and errors are documented once, in specdec_ext/ops.py. Kernels are registered beside
-// their code (csrc/cpu/register.cpp); fakes in specdec_ext/_fake.py follow the order of this file.
-#include <torch/csrc/stable/library.h>
+// their code (register.cpp of csrc/cpu and csrc/cuda); fakes in specdec_ext/_fake.py follow the
+// order of this file.
+#include "torch/registration.h"
 
-STABLE_TORCH_LIBRARY(specdec, m) {
+SPECDEC_LIBRARY(SPECDEC_NAMESPACE, m) {
   // A logits row and its filters as five scalars: the probability law that every rule works with.
   m.def(
       "row_law(Tensor logits, *, Tensor? temperature=None, Tensor? top_k=None, "

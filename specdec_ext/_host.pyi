@@ -5,6 +5,8 @@ class BuildInfo(TypedDict):
     cxx_standard: int
     build_type: str
     cpu_variants: list[str]
+    cuda_compiler: str
+    cuda_left_out: str
     torch: str
     torch_cuda: str
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,30 @@ from typing import Any
 import torch
 
 _CPU_LIBRARY = Path(__file__).with_name("_C.so")
+_CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.so")
+_cuda_load_error: str | None = None
 
 
 def load_libraries() -> None:
-    """Load the operator libraries into torch."""
+    """Load the operator libraries into torch: the CUDA one only where torch has CUDA."""
     if not _CPU_LIBRARY.exists():
         raise ImportError(
             f"{_CPU_LIBRARY} is missing: build it with `pip install --no-build-isolation -e .`"
         )
     torch.ops.load_library(_CPU_LIBRARY)
     cpu_capability()
+    if torch.version.cuda is not None and _CUDA_LIBRARY.exists():
+        _load_cuda_library()
+
+
+def _load_cuda_library() -> None:
+    global _cuda_load_error
+    try:
+        torch.ops.load_library(_CUDA_LIBRARY)
+    except (OSError, RuntimeError) as error:
+        reason = error.__cause__ or error  # torch's own text only names the file
+        _cuda_load_error = f"{_CUDA_LIBRARY.name} did not load: {reason}"
+        warnings.warn(f"specdec_ext runs without CUDA kernels: {_cuda_load_error}", stacklevel=4)
 
 
 def _c_string(symbol: str) -> str | None:
@@ -59,16 +76,48 @@ def cpu_capability() -> str:
     return chosen
 
 
+def _cuda_absence() -> str | None:
+    from ._host import build_info
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA"
+    if not _CUDA_LIBRARY.exists():
+        left_out = build_info()["cuda_left_out"]
+        if left_out:
+            return f"built without CUDA kernels: {left_out}"
+        return f"{_CUDA_LIBRARY} is missing"
+    if _cuda_load_error is not None:
+        return _cuda_load_error
+    return None if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+def _reference() -> Any:
+    from . import reference
+
+    return reference
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """One implementation of the operators."""
+
+    absence: Callable[[], str | None]  # why it is not here, None if it is
+    operators: Callable[[], Any]  # the namespace that holds them
+    device: str | None  # the type of device that it serves, None: any
+
+
+_BACKENDS = {
+    "cpu": _Backend(lambda: None, lambda: torch.ops.specdec, "cpu"),
+    "cuda": _Backend(_cuda_absence, lambda: torch.ops.specdec, "cuda"),
+    "triton": _Backend(lambda: "no Triton kernels in this version", lambda: None, None),
+    "reference": _Backend(lambda: None, _reference, None),
+}
+
+
 @cache
 def absences() -> dict[str, str | None]:
     """Map every backend to the reason why it is absent here, None if it is present."""
-    torch_cuda = "" if torch.version.cuda else f", and torch {torch.__version__} has no CUDA"
-    return {
-        "cpu": None,
-        "cuda": f"no CUDA kernels in this version{torch_cuda}",
-        "triton": "no Triton kernels in this version",
-        "reference": None,
-    }
+    return {name: backend.absence() for name, backend in _BACKENDS.items()}
 
 
 def resolve(op: str, backend: str, device: torch.device) -> Any:
@@ -86,7 +135,7 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     Returns
     -------
     namespace
-        ``torch.ops.specdec`` or `specdec_ext.reference`.
+        ``torch.ops.specdec`` or a module with functions of the same names.
 
     Raises
     ------
@@ -95,15 +144,15 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     """
     if backend == "auto":
         return torch.ops.specdec
-    if backend == "cpu":
-        if device.type != "cpu":
-            raise ValueError(f"{op}: backend 'cpu' needs CPU tensors, got {device}")
-        return torch.ops.specdec
-    if backend == "reference":
-        from . import reference
-
-        return reference
-    reasons = absences()
-    if backend in reasons:
-        raise ValueError(f"{op}: backend {backend!r} is absent: {reasons[backend]}")
-    raise ValueError(f"{op}: backend must be one of auto, {', '.join(reasons)}, got {backend!r}")
+    if backend not in _BACKENDS:
+        names = ", ".join(_BACKENDS)
+        raise ValueError(f"{op}: backend must be one of auto, {names}, got {backend!r}")
+    reason = absences()[backend]
+    if reason is not None:
+        raise ValueError(f"{op}: backend {backend!r} is absent: {reason}")
+    chosen = _BACKENDS[backend]
+    if chosen.device not in (None, device.type):
+        raise ValueError(
+            f"{op}: backend {backend!r} needs {chosen.device.upper()} tensors, got {device}"
+        )
+    return chosen.operators()

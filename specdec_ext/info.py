@@ -33,6 +33,12 @@ def describe() -> list[tuple[str, str]]:
             f"{build['compiler']}, C++{build['cxx_standard']}, {build['build_type']}, "
             f"torch {build['torch']} ({cuda})",
         ),
+        (
+            "cuda kernels",
+            f"built with {build['cuda_compiler']}"
+            if build["cuda_compiler"]
+            else f"left out: {build['cuda_left_out']} when this was built",
+        ),
         ("cpu variants", ", ".join(backend.cpu_variants())),
         ("cpu capability", backend.cpu_capability() + forced),
         ("threads", str(torch.get_num_threads())),

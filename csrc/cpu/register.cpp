@@ -1,5 +1,4 @@
 // Registers the CPU kernels, in the best variant this processor runs.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <cstdlib>
@@ -7,7 +6,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "../torch/arguments.h"
 #include "../torch/registration.h"
 #include "kernels.h"
 
@@ -74,10 +72,23 @@ ThreadPool thread_pool() {
   return {run, static_cast<int64_t>(torch::stable::get_num_threads())};
 }
 
-template <auto Kernel, typename Params>
-void run_kernel(const Params& params) {
-  (variant().kernels->*Kernel)(params, thread_pool());
-}
+struct Cpu {
+  static void row_law(const RowLawCall& call) {
+    variant().kernels->row_law(call.params, thread_pool());
+  }
+  static void sample(const SampleCall& call) {
+    variant().kernels->sample(call.params, thread_pool());
+  }
+  static void verify(const VerifyCall& call) {
+    variant().kernels->verify(call.params, thread_pool());
+  }
+  static void acceptance(const AcceptanceCall& call) {
+    variant().kernels->acceptance(call.params, thread_pool());
+  }
+  static void uniforms(const UniformsCall& call) {
+    variant().kernels->uniforms(call.params, thread_pool());
+  }
+};
 
 }  // namespace
 }  // namespace specdec
@@ -103,19 +114,4 @@ extern "C" __attribute__((visibility("default"))) const char* specdec_cpu_varian
       "baseline";
 }
 
-STABLE_TORCH_LIBRARY_IMPL(specdec, CPU, m) {
-  using namespace specdec;
-  m.impl("row_law",
-         TORCH_BOX((&Operator<check_row_law, run_kernel<&Kernels::row_law, RowLawParams>>::run)));
-  m.impl("sample",
-         TORCH_BOX((&Operator<check_sample, run_kernel<&Kernels::sample, SampleParams>>::run)));
-  m.impl("verify",
-         TORCH_BOX((&Operator<check_verify, run_kernel<&Kernels::verify, VerifyParams>>::run)));
-  m.impl(
-      "acceptance",
-      TORCH_BOX(
-          (&Operator<check_acceptance, run_kernel<&Kernels::acceptance, AcceptanceParams>>::run)));
-  m.impl(
-      "uniforms",
-      TORCH_BOX((&Operator<check_uniforms, run_kernel<&Kernels::uniforms, UniformsParams>>::run)));
-}
+SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) { specdec::implement_operators<specdec::Cpu>(m); }

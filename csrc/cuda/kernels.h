@@ -6,7 +6,13 @@
 namespace specdec {
 namespace cuda {
 
-struct Gpu;
+// What kernels need from torch.
+struct Gpu {
+  void* stream;  // cudaStream_t
+  // 256-byte aligned, lives until the operator returns (in stream order), never null.
+  void* (*allocate)(void* context, int64_t bytes);
+  void* context;
+};
 
 void row_law(const RowLawParams&, const Gpu&);
 void sample(const SampleParams&, const Gpu&);

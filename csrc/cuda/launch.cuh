@@ -1,4 +1,4 @@
-// How kernels get onto the device without a torch header: the stream, memory, and the launch.
+// How kernels get onto the device: the launch, and the memory that lasts for one operator call.
 //
 // The same .cu files are compiled by nvcc and, for tests on machines without a GPU, by a host
 // compiler against csrc/testing/stand_in.h. Hence no <<<>>>: kernels are launched by `launch`.
@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels.h"
+
 // Threads of every block: a multiple of 32.
 #ifndef SPECDEC_CUDA_THREADS
 #define SPECDEC_CUDA_THREADS 256
@@ -26,14 +28,6 @@ constexpr int kThreads = SPECDEC_CUDA_THREADS;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 static_assert(kThreads % kWarp == 0, "blocks are made of whole warps");
-
-// What an operator's kernels need from torch.
-struct Gpu {
-  void* stream;  // cudaStream_t
-  // 256-byte aligned, lives until the operator returns (in stream order), never null.
-  void* (*allocate)(void* context, int64_t bytes);
-  void* context;
-};
 
 template <typename T>
 struct AsGiven {

@@ -217,7 +217,7 @@ void hold_warp_meeting(Machine* m, int first, uint32_t mask, Combine combine) {
 
 // ---- blocks -------------------------------------------------------------------------------------
 
-// "31 threads wait: __syncthreads at draw.cuh:57; 1 has returned" once nobody can go on.
+// "31 threads wait: __syncthreads at draw.cuh:57; 1 returned" once nobody can go on.
 std::string describe_deadlock(const Machine& m) {
   std::ostringstream out;
   out << "threads wait for others that never come: ";
@@ -233,7 +233,7 @@ std::string describe_deadlock(const Machine& m) {
     }
     out << count << " in " << describe(m.fibres[i]->site) << "; ";
   }
-  out << m.returned << " have returned";
+  out << m.returned << " returned";
   return out.str();
 }
 

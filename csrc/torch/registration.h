@@ -1,10 +1,22 @@
-// Makes an operator of its two halves: the check that builds its parameters and the kernel that
-// runs on them. The operator's parameter list is that of the check, written once.
+// Makes operators of their two halves: the check that builds an operator's parameters and a
+// backend's kernel that runs on them. The parameter list is that of the check, written once.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
 #include <utility>
+
+#include "arguments.h"
+
+// The namespace of the operators. Tests register the same schemas and checks once more, with other
+// kernels behind them, under another name: see csrc/testing.
+#ifndef SPECDEC_NAMESPACE
+#define SPECDEC_NAMESPACE specdec
+#endif
+
+// torch's macros glue their arguments into names, so SPECDEC_NAMESPACE has to be expanded first.
+#define SPECDEC_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
+#define SPECDEC_LIBRARY_IMPL(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
 
 namespace specdec {
 
@@ -16,9 +28,19 @@ struct Operator<Check, Run> {
   static auto run(Args... args) {
     // The arguments stay alive in this frame while the kernel reads them through plain pointers.
     Call call = Check(args...);
-    Run(call.params);
+    Run(call);
     return std::move(call.outputs);
   }
 };
+
+// Backend::verify(const VerifyCall&) and so on enqueue or run the kernels.
+template <typename Backend>
+void implement_operators(torch::stable::detail::StableLibrary& m) {
+  m.impl("row_law", TORCH_BOX((&Operator<check_row_law, Backend::row_law>::run)));
+  m.impl("sample", TORCH_BOX((&Operator<check_sample, Backend::sample>::run)));
+  m.impl("verify", TORCH_BOX((&Operator<check_verify, Backend::verify>::run)));
+  m.impl("acceptance", TORCH_BOX((&Operator<check_acceptance, Backend::acceptance>::run)));
+  m.impl("uniforms", TORCH_BOX((&Operator<check_uniforms, Backend::uniforms>::run)));
+}
 
 }  // namespace specdec

@@ -1,0 +1,99 @@
+// Registers the CUDA kernels, run by fibres, for CPU tensors: schemas and checks are those of
+// csrc/library.cpp and csrc/torch.
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../cuda/kernels.h"
+#include "../torch/registration.h"
+#include "fibres.h"
+
+namespace specdec {
+namespace {
+
+constexpr unsigned char kPoison = 0xFF;  // NaN, -1
+constexpr int64_t kFence = 256;
+
+// What operators asked for since the library was loaded.
+struct Asked {
+  int64_t allocations = 0;
+  int64_t bytes = 0;
+};
+
+Asked asked;
+
+struct Free {
+  void operator()(unsigned char* p) const { free(p); }
+};
+
+// Memory that holds nothing useful, with a fence behind it that nobody may write to.
+struct Block {
+  std::unique_ptr<unsigned char, Free> memory;
+  int64_t bytes;
+
+  explicit Block(int64_t n) : bytes(n) {
+    const int64_t padded = (n + 2 * kFence - 1) / kFence * kFence;
+    memory.reset(static_cast<unsigned char*>(std::aligned_alloc(kFence, padded)));
+    if (memory == nullptr) throw std::bad_alloc();
+    memset(memory.get(), kPoison, static_cast<size_t>(padded));
+  }
+
+  bool intact() const {
+    const int64_t padded = (bytes + 2 * kFence - 1) / kFence * kFence;
+    for (int64_t i = bytes; i < padded; ++i) {
+      if (memory.get()[i] != kPoison) return false;
+    }
+    return true;
+  }
+};
+
+struct Scratch {
+  std::vector<Block> blocks;
+
+  static void* allocate(void* scratch, int64_t bytes) {
+    ++asked.allocations;
+    asked.bytes += bytes;
+    auto& blocks = static_cast<Scratch*>(scratch)->blocks;
+    blocks.emplace_back(bytes);
+    return blocks.back().memory.get();
+  }
+};
+
+template <auto Kernels, typename Call>
+void run(const Call& call) {
+  Scratch scratch;
+  Kernels(call.params, cuda::Gpu{nullptr, Scratch::allocate, &scratch});
+  for (const Block& block : scratch.blocks) {
+    if (block.intact()) continue;
+    throw std::runtime_error("kernels wrote past the end of " + std::to_string(block.bytes) +
+                             " bytes of workspace");
+  }
+}
+
+struct Fibres {
+  static void row_law(const RowLawCall& call) { run<cuda::row_law>(call); }
+  static void sample(const SampleCall& call) { run<cuda::sample>(call); }
+  static void verify(const VerifyCall& call) { run<cuda::verify>(call); }
+  static void acceptance(const AcceptanceCall& call) { run<cuda::acceptance>(call); }
+  static void uniforms(const UniformsCall& call) { run<cuda::uniforms>(call); }
+};
+
+}  // namespace
+}  // namespace specdec
+
+SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
+  specdec::implement_operators<specdec::Fibres>(m);
+}
+
+// ---- for ctypes
+// ----------------------------------------------------------------------------------
+
+#define SPECDEC_TEST extern "C" __attribute__((visibility("default")))
+
+SPECDEC_TEST void fibres_seed(uint64_t seed) { specdec::fibres::set_seed(seed); }
+SPECDEC_TEST int64_t fibres_launches() { return specdec::fibres::num_launches(); }
+SPECDEC_TEST int64_t fibres_allocations() { return specdec::asked.allocations; }
+SPECDEC_TEST int64_t fibres_bytes() { return specdec::asked.bytes; }
