@@ -1,6 +1,10 @@
-// Draws by inverse CDF in integers, from a law or from a residual of two laws.
+// Draws by inverse CDF in integers, from a law or from the residual of two laws.
 //
-// DECLARATIONS FIRST: bodies follow.
+// Grid: a block takes a few consecutive tiles of one request. Reads the target's row (and, in a
+// residual, the draft's) once for the residual's mass, once for integer sums, 2 or 4 bytes an
+// entry, from L2 as a rule; then the last block to arrive reads one tile again. Writes 8 bytes a
+// tile. Numerics: weights in fp32, by the same instructions wherever they are computed; masses in
+// fp32 within a thread, float64 from there on; draws in uint64, exact and free of order.
 #pragma once
 
 #include "../core/draw_task.h"
@@ -9,22 +13,183 @@
 namespace specdec {
 namespace cuda {
 
-// All of `task` is const and may lie in shared memory (see Shared in tile.cuh).
+// Weights of this thread's entries of a tile, under the target's law or the residual.
+template <Layout kLayout>
+__device__ __forceinline__ void tile_weights(const DrawTask& task, bool residual, int64_t tile,
+                                             float* w) {
+  const bool has_draft = residual && task.draft.data != nullptr;
+  RawTile target_raw, draft_raw;
+  load_tile<kLayout>(task.target, tile, &target_raw);
+  if (has_draft) load_tile<kLayout>(task.draft, tile, &draft_raw);
+  widen_tile(task.target.element, target_raw, w);
+  if (residual) exclude<kLayout>(task.target, tile, task.excluded, w);
+  const ExpWeight target_weight(task.target_law);
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) w[j] = target_weight(w[j]);
+  if (!residual) return;
+  const float target_scale = static_cast<float>(task.coefficients.target / task.target_law.z);
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale, w[j]);
+  if (!has_draft) return;
+  float q[kPerThread];
+  widen_tile(task.draft.element, draft_raw, q);
+  if (!task.draft_law.linear) {
+    const ExpWeight draft_weight(task.draft_law);
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) q[j] = draft_weight(q[j]);
+  }
+  const float draft_scale = static_cast<float>(task.coefficients.draft / task.draft_law.z);
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j] - multiply(draft_scale, q[j]), 0.0f);
+}
 
-// Writes tile_masses[t], the residual's mass in tile t, for t = split, split + splits, ...
-// Collective over the block. Nothing unless task.residual and needs_draw(task).
-__device__ void residual_mass_tiles(const DrawTask& task, int64_t split, int64_t splits,
-                                    double* tile_masses);
+// Writes out[t - first], the residual's mass in tile t of [first, last). Collective over the block.
+__device__ inline void residual_mass_tiles(const DrawTask& task, int64_t first, int64_t last,
+                                           double* out) {
+  sum_each_tile(first, last, out, [&](int64_t tile) {
+    float w[kPerThread];
+    tile_weights<Layout::kStriped>(task, true, tile, w);
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) sums[j % 4] += w[j];
+    return static_cast<double>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  });
+}
 
-// The sum of n tile values in a fixed order. Collective over a full warp, result in every lane.
-__device__ double sum_tiles(const double* tile_values, int64_t n);
+// The sum of n tile values, by a full warp, in a tree that depends on n alone; in every lane.
+__device__ __forceinline__ double sum_tiles(const double* values, int64_t n) {
+  double sum = 0.0;
+  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) sum += values[t];
+  return warp_sum(sum);
+}
 
-// The request's draw. Each of its `splits` blocks sums its share of tiles into tile_sums; the last
-// one to arrive at `counter` (0 before the launch, 0 again after it) searches. Returns true in every
-// thread of that one block, with *token set (a thread's own variable); -1: nothing to draw from.
-// `mass`: that of the residual, sum_tiles of its tiles; not read where !task.residual.
-__device__ bool draw(const DrawTask& task, double mass, uint64_t* tile_sums, uint32_t* counter,
-                     int64_t split, int64_t splits, int64_t* token);
+// What is drawn from: the law, or the residual in units of 1 / unit.
+struct DrawWeights {
+  const DrawTask& task;
+  bool residual;
+  double unit;
+
+  template <Layout kLayout>
+  __device__ __forceinline__ void at_tile(int64_t tile, float* w) const {
+    tile_weights<kLayout>(task, residual, tile, w);
+  }
+  __device__ __forceinline__ uint64_t fixed(float weight) const {
+    return residual ? fixed_weight(weight, unit) : fixed_weight(weight);
+  }
+};
+
+template <Layout kLayout>
+__device__ __forceinline__ uint64_t thread_fixed_sum(const DrawWeights& weights, int64_t tile) {
+  float w[kPerThread];
+  weights.at_tile<kLayout>(tile, w);
+  uint64_t sum = 0;
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) sum += weights.fixed(w[j]);
+  return sum;
+}
+
+__device__ __forceinline__ void fixed_sum_tiles(const DrawWeights& weights, int64_t first,
+                                                int64_t last, uint64_t* out) {
+  sum_each_tile(first, last, out,
+                [&](int64_t tile) { return thread_fixed_sum<Layout::kStriped>(weights, tile); });
+}
+
+// Whether this is the last of `blocks` blocks to come here: it then sees what the others wrote
+// before. Leaves the counter at 0 for a replay.
+__device__ __forceinline__ bool is_last_block(uint32_t* counter, int64_t blocks) {
+  __shared__ bool last;
+  if (blocks == 1) return true;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(counter, 1u) == static_cast<uint32_t>(blocks - 1);
+    if (last) *counter = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// The place of a draw: a tile, or an entry, and the threshold left there.
+struct Place {
+  int64_t index;
+  uint64_t threshold;
+};
+
+// The tile where the prefix sums pass the threshold; total 0 if there is nothing to draw. The bound
+// matters only where somebody changes the logits meanwhile: no read may leave the row even then.
+__device__ __forceinline__ Place find_tile(const uint64_t* tile_sums, int64_t tiles, double u,
+                                           uint64_t* total) {
+  __shared__ Place found;
+  if (threadIdx.x == 0) found = {tiles - 1, 0};
+  const int64_t each = (tiles + kThreads - 1) / kThreads;
+  const int64_t first = threadIdx.x * each;
+  const int64_t last = first + each < tiles ? first + each : tiles;
+  uint64_t sum = 0;
+  for (int64_t t = first; t < last; ++t) sum += tile_sums[t];
+  uint64_t before = block_exclusive_sum(sum, total);
+  const uint64_t threshold = draw_threshold(u, *total);
+  if (before <= threshold && threshold < before + sum) {
+    int64_t t = first;
+    while (before + tile_sums[t] <= threshold) before += tile_sums[t++];
+    found = {t, threshold - before};
+  }
+  __syncthreads();
+  return found;
+}
+
+// The lowest entry of a tile whose inclusive prefix sum exceeds the threshold.
+__device__ __forceinline__ int64_t find_entry(const DrawWeights& weights, const Place& place) {
+  __shared__ int64_t found;
+  const int64_t first = place.index * kTile;
+  const int64_t last = weights.task.target.vocab - 1;
+  if (threadIdx.x == 0) found = last;
+  float w[kPerThread];
+  weights.at_tile<Layout::kBlocked>(place.index, w);
+  uint64_t sum = 0;
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) sum += weights.fixed(w[j]);
+  uint64_t total = 0;
+  uint64_t prefix = block_exclusive_sum(sum, &total);
+  if (prefix <= place.threshold && place.threshold < prefix + sum) {
+    int64_t token = first + static_cast<int64_t>(threadIdx.x) * kPerThread;
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      prefix += weights.fixed(w[j]);
+      token += prefix <= place.threshold;
+    }
+    found = token < last ? token : last;
+  }
+  __syncthreads();
+  return found;
+}
+
+// A request's draw, by `splits` blocks. Each sums its share of tiles into tile_sums; the last one
+// to arrive at `counter` (0 before the launch, and after it) searches. True in every thread of that
+// one block, with task->token set. The caller has seen to needs_draw(*task); `task` is shared and
+// what it holds is known to all threads. `mass`: of the residual, from sum_tiles; not read without
+// one.
+__device__ inline bool draw(DrawTask* task, double mass, uint64_t* tile_sums, uint32_t* counter,
+                            int64_t split, int64_t splits) {
+  const int64_t tiles = num_tiles(task->target.vocab);
+  // No residual mass, by rounding or because p = q: the target's own law is what is left.
+  const bool residual = task->residual && mass > 0.0;
+  DrawWeights weights{*task, residual, residual ? residual_unit(mass) : 0.0};
+  const Share share = share_of(tiles, split, splits);
+  fixed_sum_tiles(weights, share.first, share.last, tile_sums + share.first);
+  if (!is_last_block(counter, splits)) return false;
+  uint64_t total = 0;
+  Place place = find_tile(tile_sums, tiles, task->u, &total);
+  if (total == 0 && weights.residual) {
+    weights.residual = false;
+    fixed_sum_tiles(weights, 0, tiles, tile_sums);
+    place = find_tile(tile_sums, tiles, task->u, &total);
+  }
+  const int64_t token = find_entry(weights, place);
+  if (threadIdx.x == 0) task->token = token;
+  __syncthreads();
+  return true;
+}
 
 }  // namespace cuda
 }  // namespace specdec

@@ -1,6 +1,12 @@
-// Laws of logits rows: the first pass of every operator, and what finishes it.
+// Laws of rows: the pass over the vocabulary that begins every operator.
 //
-// DECLARATIONS FIRST: bodies follow.
+// Grid: a block takes a few consecutive tiles of one row (share_of); a warp a contiguous part of
+// each. Reads 2 or 4 bytes per entry, once: maximum, sum of exponentials and what a rule wants
+// besides come out of registers. Writes 32 bytes a tile and, for rows with a filter, 4 bytes a
+// group of 128. No barrier but one for up to 8 tiles; a tile's loads are issued before the tile
+// before it is worked on. Numerics: fp32 exponentials against the warp's own maximum, summed in
+// fp32 within the warp and combined in float64 in the order of warps and tiles; filters in
+// cutoff.cuh.
 #pragma once
 
 #include "tile.cuh"
@@ -20,40 +26,289 @@ struct ExtraTask {
   float logit = 0.0f;
 };
 
-// A row whose law is asked for; row.data == nullptr: none is.
-struct LawTask {
-  Row row;
-  Filters filters;
-  bool want_argmax = false;  // a greedy row finds its arg max anyway
-  ExtraTask extra;
-};
-
-// What one look at a tile leaves behind: 32 bytes.
+// What one look at a tile leaves behind.
 struct TileSummary {
   float max;
   int32_t argmax;  // lowest index within the tile, where asked for
-  uint32_t fine;   // no NaN, no +inf (no negative probability)
+  uint32_t fine;   // no NaN, no +inf, no negative probability
   double sum;      // of weights against the tile's own maximum, where asked for
-  double extra;
+  double extra;    // rank, or sum of weight * log2(weight)
 };
 
-// Whether a row's cutoffs want the maxima of its groups of kGroup entries.
-__device__ bool needs_group_max(const LawTask& task);
+// The part of a warp in it.
+struct WarpSummary {
+  float max;
+  int32_t argmax;
+  uint32_t fine;
+  float sum;
+  float extra;
+};
 
-// Writes tiles[t] for t = split, split + splits, ... of a row; where needs_group_max, also
-// group_max[num_groups(kTile) * t + g]. Collective over the block; nothing for an absent row.
-// `tiles` and `group_max` are those of the row.
-__device__ void scan_tiles(const LawTask& task, int64_t split, int64_t splits, TileSummary* tiles,
-                           float* group_max);
+constexpr double kLn2 = 0.6931471805599453;
+constexpr double kLog2E = 1.4426950408889634;
 
-// The law of a row that no filter touches (plain, greedy, probabilities, absent). Collective over a
-// full warp, result in every lane. `extra`: null, or where the rank or entropy goes.
-__device__ RowLaw combine_tiles(const LawTask& task, const TileSummary* tiles, double* extra);
+// Every filter looks for its cutoff among the entries of the groups with the largest maxima.
+__device__ __forceinline__ bool wants_group_max(const Row& row, const Filters& filters) {
+  return !row.linear && !is_greedy(filters) && has_filter(filters);
+}
 
-// The law of any row. Collective over the block, result in every thread; at most once per launch
-// and block or separated by barriers (it owns 32 KB of shared memory). In cutoff.cuh.
-__device__ RowLaw finish_law(const LawTask& task, const TileSummary* tiles, const float* group_max,
-                             double* extra);
+// The sum over the whole row: z of a plain law, and what a top-p alone is a share of.
+__device__ __forceinline__ bool wants_sum(const Row& row, const Filters& filters) {
+  if (row.linear) return true;
+  return !is_greedy(filters) &&
+         (!has_filter(filters) || (has_top_p(filters) && !has_top_k(filters)));
+}
+
+// ---- one tile
+// -------------------------------------------------------------------------------------
+
+struct ScanTask {
+  bool linear;
+  bool sum;
+  bool argmax;
+  Extra extra;
+  float logit;
+  float scale;  // log2_scale
+
+  __device__ __forceinline__ ScanTask(const Row& row, const Filters& filters, bool want_argmax,
+                                      const ExtraTask& extra_task)
+      : linear(row.linear),
+        sum(wants_sum(row, filters)),
+        argmax(!row.linear && (want_argmax || is_greedy(filters))),
+        extra(extra_task.kind),
+        logit(extra_task.logit),
+        scale(log2_scale(1.0 / filters.temperature)) {
+    if (extra == Extra::kEntropy && has_filter(filters)) extra = Extra::kNone;  // the kept ones'
+  }
+};
+
+// Maxima of the groups of a warp's vector: 16 lanes hold a group.
+__device__ __forceinline__ void write_group_max(float max, int step, float* group_max) {
+#pragma unroll
+  for (int lanes = kGroup / kVector / 2; lanes > 0; lanes /= 2) {
+    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, lanes));
+  }
+  if (threadIdx.x % (kGroup / kVector) == 0) {
+    group_max[vector_offset<Layout::kStriped>(step) / kGroup] = max;
+  }
+}
+
+__device__ __forceinline__ void scan_probabilities(const float* x, WarpSummary* s) {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  bool fine = true;
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    fine = fine && x[j] >= 0.0f && x[j] <= FLT_MAX;
+    sums[j % 4] += x[j];
+  }
+  s->sum = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  s->fine = __all_sync(kAllLanes, fine);
+}
+
+// Weights against the warp's maximum. A NaN or +inf makes the sum NaN.
+__device__ __forceinline__ void sum_weights(const ScanTask& task, const float* x, WarpSummary* s) {
+  const float reference = s->max > -INFINITY ? s->max : 0.0f;
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  float entropies[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (task.extra == Extra::kEntropy) {
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const float log2_weight = (x[j] - reference) * task.scale;
+      const float weight = exp2_weight(log2_weight);
+      sums[j % 4] += weight;
+      entropies[j % 4] += weight == 0.0f ? 0.0f : weight * log2_weight;
+    }
+    s->extra = warp_sum((entropies[0] + entropies[1]) + (entropies[2] + entropies[3]));
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      sums[j % 4] += exp2_weight((x[j] - reference) * task.scale);
+    }
+  }
+  s->sum = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  s->fine = s->max <= FLT_MAX && s->sum <= FLT_MAX;
+}
+
+__device__ __forceinline__ bool all_fine(const float* x) {
+  bool fine = true;
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) fine = fine && x[j] <= FLT_MAX;
+  return __all_sync(kAllLanes, fine);
+}
+
+// The lowest index in the tile of an entry equal to `value`, which one of the warp's is.
+__device__ __forceinline__ int32_t find_first(const float* x, float value) {
+  int32_t first = static_cast<int32_t>(kTile);
+#pragma unroll
+  for (int j = kPerThread - 1; j >= 0; --j) {
+    if (x[j] == value) first = vector_offset<Layout::kStriped>(j / kVector) + j % kVector;
+  }
+  return warp_min(first);
+}
+
+__device__ __forceinline__ float count_above(const float* x, float logit) {
+  int32_t count = 0;
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) count += x[j] > logit;
+  return static_cast<float>(warp_sum(count));
+}
+
+__device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const float* x,
+                                                 float* group_max) {
+  WarpSummary s{0.0f, 0, 1, 0.0f, 0.0f};
+  if (task.linear) {
+    scan_probabilities(x, &s);
+    return s;
+  }
+  float max = -INFINITY;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    float step_max = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) step_max = fmaxf(step_max, x[step * kVector + j]);
+    max = fmaxf(max, step_max);
+    if (group_max != nullptr) write_group_max(step_max, step, group_max);
+  }
+  s.max = warp_max(max);
+  if (task.sum) {
+    sum_weights(task, x, &s);
+  } else {
+    s.fine = all_fine(x);
+  }
+  if (task.argmax) s.argmax = find_first(x, s.max);
+  if (task.extra == Extra::kRank) s.extra = count_above(x, task.logit);
+  return s;
+}
+
+// By one thread, in the order of warps.
+__device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
+                                                     const WarpSummary* warps) {
+  TileSummary s{task.linear ? 0.0f : -INFINITY, 0, 1, 0.0, 0.0};
+  for (int w = 0; w < kWarps; ++w) {
+    s.fine &= warps[w].fine;
+    if (warps[w].max > s.max) {
+      s.max = warps[w].max;
+      s.argmax = warps[w].argmax;
+    }
+  }
+  for (int w = 0; w < kWarps; ++w) {
+    if (task.extra == Extra::kRank) s.extra += warps[w].extra;
+    if (!task.linear && !(warps[w].sum > 0.0f)) continue;
+    const float shift = task.linear ? 0.0f : (warps[w].max - s.max) * task.scale;
+    const double weight = exp2_weight(shift);
+    s.sum += weight * warps[w].sum;
+    if (task.extra == Extra::kEntropy) {
+      s.extra += weight * (warps[w].extra + static_cast<double>(shift) * warps[w].sum);
+    }
+  }
+  return s;
+}
+
+// Writes out[t - first] for the tiles [first, last) of a row and, if group_max is not null and the
+// row has a filter, group_max[(t - first) * kTileGroups + g]. Collective over the block.
+__device__ inline void scan_tiles(const Row& row, const Filters& filters, bool want_argmax,
+                                  const ExtraTask& extra, int64_t first, int64_t last,
+                                  TileSummary* out, float* group_max) {
+  __shared__ WarpSummary of_warp[kTilesAtOnce][kWarps];
+  if (row.data == nullptr || first >= last) return;
+  const ScanTask task(row, filters, want_argmax, extra);
+  if (!wants_group_max(row, filters)) group_max = nullptr;
+  RawTile next;
+  load_tile<Layout::kStriped>(row, first, &next);
+  for (int64_t base = first; base < last; base += kTilesAtOnce) {
+    const int tiles = clamp_to(last - base, 0, kTilesAtOnce);
+    for (int k = 0; k < tiles; ++k) {
+      float x[kPerThread];
+      widen_tile(row.element, next, x);
+      if (base + k + 1 < last) load_tile<Layout::kStriped>(row, base + k + 1, &next);
+      float* maxima = group_max != nullptr ? group_max + (base + k - first) * kTileGroups : nullptr;
+      const WarpSummary s = scan_warp(task, x, maxima);
+      if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = s;
+    }
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < tiles) {
+      out[base - first + threadIdx.x] = combine_warps(task, of_warp[threadIdx.x]);
+    }
+    __syncthreads();
+  }
+}
+
+// ---- a row
+// ----------------------------------------------------------------------------------------
+
+// Sums of a row's tiles against the row's maximum: z, and sum of weight * log2(weight).
+struct RowSums {
+  double z;
+  double entropy;
+};
+
+// By a full warp: a tile a lane, combined in a tree that depends on the number of tiles alone.
+__device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, const RowLaw& law) {
+  RowSums sums{0.0, 0.0};
+  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) {
+    if (!(tiles[t].sum > 0.0)) continue;
+    const double shift =
+        law.linear ? 0.0 : law.scale * (static_cast<double>(tiles[t].max) - law.max);
+    const double weight = exp(shift);
+    sums.z += weight * tiles[t].sum;
+    sums.entropy += weight * (tiles[t].extra + shift * kLog2E * tiles[t].sum);
+  }
+  return {warp_sum(sums.z), warp_sum(sums.entropy)};
+}
+
+// The lowest arg max of a row: tiles are compared in order.
+__device__ __forceinline__ int64_t first_maximum(const TileSummary* tiles, int64_t n, float max) {
+  int64_t first = n;
+  for (int64_t t = threadIdx.x % kWarp; t < n && first == n; t += kWarp) {
+    if (tiles[t].max == max) first = t;
+  }
+  first = warp_min(first);
+  return first * kTile + tiles[first].argmax;
+}
+
+__device__ __forceinline__ double count_in_row(const TileSummary* tiles, int64_t n) {
+  double count = 0.0;
+  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) count += tiles[t].extra;
+  return warp_sum(count);
+}
+
+// The law of a row as far as it is known without a filter: all of it for plain, greedy and absent
+// rows and for probabilities. Collective over a full warp, result in every lane. `extra`: where the
+// rank or entropy goes.
+__device__ inline RowLaw combine_tiles(const Row& row, const Filters& filters, bool want_argmax,
+                                       const ExtraTask& extra, const TileSummary* tiles,
+                                       double* extra_value) {
+  RowLaw law;
+  *extra_value = 0.0;
+  if (row.data == nullptr) return law;
+  const int64_t n = num_tiles(row.vocab);
+  uint32_t fine = 1;
+  float max = -INFINITY;
+  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) {
+    fine &= tiles[t].fine;
+    max = fmaxf(max, tiles[t].max);
+  }
+  law.linear = row.linear;
+  law.max = warp_max(max);
+  law.valid = __all_sync(kAllLanes, fine) && law.max > -INFINITY;
+  law.point_mass = law.valid && !row.linear && is_greedy(filters);
+  if (!law.valid) return law;
+  if (extra.kind == Extra::kRank) *extra_value = count_in_row(tiles, n);
+  if (!row.linear && (want_argmax || law.point_mass)) law.argmax = first_maximum(tiles, n, law.max);
+  if (law.point_mass) {
+    law.cutoff = law.max;
+    law.scale = INFINITY;
+    law.z = 1.0;
+    return law;
+  }
+  if (!row.linear) law.scale = 1.0 / filters.temperature;
+  if (!wants_sum(row, filters)) return law;
+  const RowSums sums = sum_row(tiles, n, law);
+  law.z = sums.z;
+  law.valid = law.z > 0.0;
+  if (extra.kind == Extra::kEntropy) *extra_value = log(law.z) - kLn2 * sums.entropy / law.z;
+  return law;
+}
 
 }  // namespace cuda
 }  // namespace specdec

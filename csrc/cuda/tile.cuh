@@ -1,25 +1,178 @@
-// A tile of a row, shared out over a block.
+// A tile of a row shared out over a block, and weights of its entries.
+//
+// A thread holds kPerThread entries of a tile in registers, as vectors of eight. Which ones depends
+// on the number of threads alone, never on the row's alignment or type, and so do the sums.
 #pragma once
 
-#include "../core/rows.h"
+#include "../core/fixed_point.h"
 #include "block.cuh"
+#include "vec_load.cuh"
 
 namespace specdec {
 namespace cuda {
 
-using namespace SPECDEC_CPU_ISA;
+constexpr int kPerThread = static_cast<int>(kTile) / kThreads;
+constexpr int kSteps = kPerThread / kVector;
+static_assert(kPerThread % kVector == 0, "a thread takes whole vectors");
 
-// Blocks that share a row of `tiles` tiles when `rows` rows are looked at in one launch.
-inline int64_t num_splits(int64_t rows, int64_t tiles);
+constexpr int kTileGroups = static_cast<int>(kTile) / kGroup;
 
-// Shared memory for a T that has a constructor, which __shared__ variables may not have:
-//     __shared__ Shared<DrawTask> memory;
-//     if (threadIdx.x == 0) memory.object() = task;
-template <typename T>
-struct Shared {
-  alignas(T) unsigned char bytes[sizeof(T)];
-  __device__ T& object() { return *reinterpret_cast<T*>(bytes); }
+// ---- who takes which tiles
+// ------------------------------------------------------------------------
+
+struct Share {
+  int64_t first, last;
 };
+
+// Tiles of block `split` of `splits` that share a row.
+__device__ __forceinline__ Share share_of(int64_t tiles, int64_t split, int64_t splits) {
+  return {tiles * split / splits, tiles * (split + 1) / splits};
+}
+
+// How many blocks share each of `units` rows of `tiles` tiles: one tile a block until the chip is
+// full, then several, so that a block's first loads and last sums are paid for less often.
+inline int64_t splits_for(int64_t units, int64_t tiles) {
+  constexpr int64_t kChipBlocks = 2048;
+  constexpr int64_t kMostTiles = 8;
+  int64_t each = units * tiles / kChipBlocks;
+  each = each < 1 ? 1 : each > kMostTiles ? kMostTiles : each;
+  return (tiles + each - 1) / each;
+}
+
+// ---- entries of a tile
+// ----------------------------------------------------------------------------
+
+enum class Layout {
+  kStriped,  // a warp's loads are contiguous; a vector of 32 lanes is two groups
+  kBlocked,  // a thread's entries are contiguous: threads are in the order of entries
+};
+
+// Where in its tile vector `step` of this thread begins.
+template <Layout kLayout>
+__device__ __forceinline__ int32_t vector_offset(int step) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  if (kLayout == Layout::kBlocked) return thread * kPerThread + step * kVector;
+  return thread / kWarp * (kWarp * kPerThread) + (step * kWarp + thread % kWarp) * kVector;
+}
+
+struct RawTile {
+  RawVector step[kSteps];
+};
+
+template <Layout kLayout>
+__device__ __forceinline__ void load_tile(const Row& row, int64_t tile, RawTile* out) {
+  const Span span = span_from(row, tile * kTile);
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    load_vector(row.element, span, vector_offset<kLayout>(s), &out->step[s]);
+  }
+}
+
+__device__ __forceinline__ void widen_tile(Element element, const RawTile& raw, float* x) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) widen_vector(element, raw.step[s], x + s * kVector);
+}
+
+// Gives `token` the weight 0, if this thread holds it.
+template <Layout kLayout>
+__device__ __forceinline__ void exclude(const Row& row, int64_t tile, int64_t token, float* x) {
+  const int64_t in_tile = token - tile * kTile;
+  if (in_tile < 0 || in_tile >= kTile) return;
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    const int64_t in_vector = in_tile - vector_offset<kLayout>(s);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      if (in_vector == j) x[s * kVector + j] = row.linear ? 0.0f : -INFINITY;
+    }
+  }
+}
+
+// ---- weights
+// --------------------------------------------------------------------------------------
+
+// 2^t for t <= 0, 0 below the normal range; exact at 0, relative error 2^-22.
+__device__ __forceinline__ float exp2_weight(float t) {
+#ifdef __CUDA_ARCH__
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(t));
+  return value;
+#else
+  return exp2f(t);
+#endif
+}
+
+// Never part of a fused multiply-add: the weights of a tile must come out alike wherever they are
+// computed.
+__device__ __forceinline__ float multiply(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+// scale * log2(e), in float: 0 would turn the logit -inf into NaN.
+__device__ __forceinline__ float log2_scale(double scale) {
+  const float rounded = static_cast<float>(scale * 1.4426950408889634);
+  return rounded > 0.0f ? rounded : 1.4e-45f;
+}
+
+// Log-weights (base 2) and weights exp(scale * (x - reference)).
+struct ExpWeight {
+  float reference;
+  float scale;
+  float threshold;  // -inf without a cutoff: small weights need no mask to become 0
+
+  __device__ __forceinline__ ExpWeight(float reference_logit, double scale_value)
+      : reference(reference_logit), scale(log2_scale(scale_value)), threshold(-INFINITY) {}
+  __device__ __forceinline__ explicit ExpWeight(const RowLaw& law) : ExpWeight(law.max, law.scale) {
+    if (law.cutoff > -INFINITY) threshold = support_threshold(law.cutoff, law.max, law.scale);
+  }
+
+  __device__ __forceinline__ float log2_weight(float x) const { return (x - reference) * scale; }
+  // 0 below the threshold; a NaN stays one.
+  __device__ __forceinline__ float operator()(float x) const {
+    return x < threshold ? 0.0f : exp2_weight(log2_weight(x));
+  }
+};
+
+// floor(weight * kLawUnit): exact, because the unit is a power of two.
+__device__ __forceinline__ uint64_t fixed_weight(float weight) {
+  return static_cast<uint64_t>(weight * static_cast<float>(kLawUnit));
+}
+
+__device__ __forceinline__ uint64_t fixed_weight(float weight, double unit) {
+  return static_cast<uint64_t>(static_cast<double>(weight) * unit);
+}
+
+// ---- one value a tile
+// -----------------------------------------------------------------------------
+
+// Tiles whose threads' results wait for one barrier together.
+constexpr int kTilesAtOnce = 8;
+
+// Writes out[t - first] = sum over threads of value(t), added in the order of lanes and
+// warps. Collective over the block, and its threads meet at the end.
+template <typename T, typename Value>
+__device__ __forceinline__ void sum_each_tile(int64_t first, int64_t last, T* out,
+                                              const Value& value) {
+  __shared__ T of_warp[kTilesAtOnce][kWarps];
+  for (int64_t base = first; base < last; base += kTilesAtOnce) {
+    const int tiles = clamp_to(last - base, 0, kTilesAtOnce);
+    for (int k = 0; k < tiles; ++k) {
+      const T sum = warp_sum(value(base + k));
+      if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = sum;
+    }
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < tiles) {
+      T sum = of_warp[threadIdx.x][0];
+      for (int w = 1; w < kWarps; ++w) sum += of_warp[threadIdx.x][w];
+      out[base - first + threadIdx.x] = sum;
+    }
+    __syncthreads();
+  }
+}
 
 }  // namespace cuda
 }  // namespace specdec

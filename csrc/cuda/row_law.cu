@@ -1,0 +1,51 @@
+// row_law: the five scalars of every row.
+//
+// Launches: scan_rows (law_pass.cuh), then a block a row for the cutoffs (cutoff.cuh). Reads 2 or 4
+// bytes per vocabulary entry, with filters some groups or the row again from L2; writes 32 bytes a
+// row.
+#include "kernels.h"
+#include "row_laws.cuh"
+
+namespace specdec {
+namespace cuda {
+namespace {
+
+struct Rows {
+  RowLawParams p;
+
+  __device__ FilteredRow operator()(int64_t r) const {
+    return {row_at(p.logits, r, 0), filters_at(p.sampling, r, p.logits.vocab)};
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) write_laws(const Rows rows, const LawScratch s) {
+  const RowLawParams& p = rows.p;
+  const int64_t r = blockIdx.x;
+  const FilteredRow task = rows(r);
+  double unused = 0.0;
+  const RowLaw law = finish_law(task.row, task.filters, true, ExtraTask{},
+                                s.summaries + r * s.tiles, group_max_of(s, r), &unused);
+  if (threadIdx.x != 0) return;
+  const bool usable = law.valid && !task.filters.out_of_range;
+  p.max[r] = usable ? law.max : NAN;
+  p.scale[r] = usable ? law.scale : static_cast<double>(NAN);
+  p.cutoff[r] = usable ? law.cutoff : NAN;
+  p.log_z[r] = usable ? log(law.z) : static_cast<double>(NAN);
+  p.argmax[r] = usable ? law.argmax : -1;
+}
+
+}  // namespace
+
+void row_law(const RowLawParams& p, const Gpu& gpu) {
+  Workspace workspace;
+  const int64_t tiles = num_tiles(p.logits.vocab);
+  const bool filters = has_filter_arrays(p.sampling);
+  const LawReservation reserved = reserve_laws(&workspace, p.rows, tiles, filters);
+  workspace.allocate(gpu);
+  const LawScratch s = laws_at(workspace, reserved, p.rows, tiles, filters);
+  launch_scan(gpu, Rows{p}, s, true);
+  launch(gpu, "write_laws", write_laws, p.rows, Rows{p}, s);
+}
+
+}  // namespace cuda
+}  // namespace specdec

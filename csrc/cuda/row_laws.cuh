@@ -1,0 +1,109 @@
+// The laws of all rows of an operator: what row_law, sample and acceptance share.
+//
+// Rows is a functor that travels to the device: FilteredRow rows(r) is row r of `count`.
+#pragma once
+
+#include "cutoff.cuh"
+#include "draw.cuh"
+
+namespace specdec {
+namespace cuda {
+namespace {
+
+struct FilteredRow {
+  Row row;
+  Filters filters;
+};
+
+// Scratch memory for `count` rows of up to `tiles` tiles.
+struct LawScratch {
+  int64_t count = 0;
+  int64_t tiles = 0;
+  TileSummary* summaries = nullptr;  // [count, tiles]
+  float* group_max = nullptr;        // [count, tiles, kTileGroups], with filters
+  RowLaw* laws = nullptr;            // [count], with filters
+  uint32_t* counters = nullptr;      // [count], all 0 after scan_rows
+};
+
+struct LawReservation {
+  Reserved<TileSummary> summaries;
+  Reserved<float> group_max;
+  Reserved<RowLaw> laws;
+  Reserved<uint32_t> counters;
+};
+
+bool has_filter_arrays(const SamplingParams& sampling) {
+  return sampling.top_k.data != nullptr || sampling.top_p.data != nullptr ||
+         sampling.min_p.data != nullptr;
+}
+
+LawReservation reserve_laws(Workspace* workspace, int64_t count, int64_t tiles, bool filters) {
+  return {workspace->reserve<TileSummary>(count * tiles),
+          workspace->reserve<float>(filters ? count * tiles * kTileGroups : 0),
+          workspace->reserve<RowLaw>(filters ? count : 0), workspace->reserve<uint32_t>(count)};
+}
+
+LawScratch laws_at(const Workspace& workspace, const LawReservation& reserved, int64_t count,
+                   int64_t tiles, bool filters) {
+  LawScratch s{count,   tiles,   workspace.at(reserved.summaries),
+               nullptr, nullptr, workspace.at(reserved.counters)};
+  if (filters) {
+    s.group_max = workspace.at(reserved.group_max);
+    s.laws = workspace.at(reserved.laws);
+  }
+  return s;
+}
+
+__device__ __forceinline__ const float* group_max_of(const LawScratch& s, int64_t r) {
+  return s.group_max != nullptr ? s.group_max + r * s.tiles * kTileGroups : nullptr;
+}
+
+// Grid: (row, split). Numerics and traffic: law_pass.cuh.
+template <typename Rows>
+__global__ void __launch_bounds__(kThreads)
+    scan_rows(const Rows rows, const LawScratch s, bool want_argmax, int64_t splits) {
+  const int64_t r = blockIdx.x / splits;
+  const int64_t split = blockIdx.x % splits;
+  if (split == 0 && threadIdx.x == 0) s.counters[r] = 0;
+  const FilteredRow task = rows(r);
+  const Share share = share_of(num_tiles(task.row.vocab), split, splits);
+  float* group_max =
+      s.group_max != nullptr ? s.group_max + (r * s.tiles + share.first) * kTileGroups : nullptr;
+  scan_tiles(task.row, task.filters, want_argmax, ExtraTask{}, share.first, share.last,
+             s.summaries + r * s.tiles + share.first, group_max);
+}
+
+// Grid: a block a row. Numerics and traffic: cutoff.cuh.
+template <typename Rows>
+__global__ void __launch_bounds__(kThreads) finish_rows(const Rows rows, const LawScratch s) {
+  const int64_t r = blockIdx.x;
+  const FilteredRow task = rows(r);
+  double unused = 0.0;
+  const RowLaw law = finish_law(task.row, task.filters, false, ExtraTask{},
+                                s.summaries + r * s.tiles, group_max_of(s, r), &unused);
+  if (threadIdx.x == 0) s.laws[r] = law;
+}
+
+// The law of row r after these launches. Collective over a full warp.
+__device__ __forceinline__ RowLaw law_of(const FilteredRow& task, const LawScratch& s, int64_t r) {
+  if (s.laws != nullptr) return s.laws[r];
+  double unused = 0.0;
+  return combine_tiles(task.row, task.filters, false, ExtraTask{}, s.summaries + r * s.tiles,
+                       &unused);
+}
+
+template <typename Rows>
+void launch_scan(const Gpu& gpu, const Rows& rows, const LawScratch& s, bool want_argmax) {
+  const int64_t splits = splits_for(s.count, s.tiles);
+  launch(gpu, "scan_rows", scan_rows<Rows>, s.count * splits, rows, s, want_argmax, splits);
+}
+
+template <typename Rows>
+void launch_laws(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
+  launch_scan(gpu, rows, s, false);
+  if (s.laws != nullptr) launch(gpu, "finish_rows", finish_rows<Rows>, s.count, rows, s);
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace specdec

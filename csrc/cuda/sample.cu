@@ -1,0 +1,91 @@
+// sample: one token per row from its law.
+//
+// Launches: scan_rows (law_pass.cuh); with filters a block a row for the cutoffs (cutoff.cuh); the
+// draw, where the blocks of a row sum its tiles in integers and the last one searches (draw.cuh).
+// Reads 2 or 4 bytes per vocabulary entry, twice (the second time from L2 as a rule); writes 12
+// bytes a row.
+#include "../core/philox.h"
+#include "kernels.h"
+#include "row_laws.cuh"
+#include "shared.cuh"
+
+namespace specdec {
+namespace cuda {
+namespace {
+
+struct Rows {
+  SampleParams p;
+
+  __device__ FilteredRow operator()(int64_t b) const {
+    return {row_at(p.logits, b, 0), filters_at(p.sampling, b, p.logits.vocab)};
+  }
+};
+
+__device__ double uniform_of(const SampleParams& p, int64_t b, bool* out_of_range) {
+  const Randomness& r = p.randomness;
+  if (r.uniforms.data != nullptr) {
+    return clamp_uniform(r.uniforms.data[b * r.uniforms.stride[0]], out_of_range);
+  }
+  return counter_uniform(r.seeds.data[b * r.seeds.stride[0]],
+                         r.positions.data[b * r.positions.stride[0]], static_cast<Domain>(p.domain),
+                         p.draft_index, r.stream);
+}
+
+__device__ DrawTask draw_task(const SampleParams& p, int64_t b, const FilteredRow& task,
+                              const RowLaw& law) {
+  DrawTask draw;
+  bool out_of_range = task.filters.out_of_range;
+  draw.target = task.row;
+  draw.target_law = law;
+  if (law.valid && !law.point_mass) draw.u = uniform_of(p, b, &out_of_range);
+  draw.active = law.valid && !out_of_range;
+  if (draw.active && law.point_mass) draw.token = law.argmax;
+  return draw;
+}
+
+// By one thread. A token of -1: nothing could be drawn.
+__device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& draw) {
+  p.tokens[b] = draw.token;
+  p.logprobs[b] = draw.token < 0 ? NAN
+                                 : static_cast<float>(law_log_probability(
+                                       draw.target_law, row_value(draw.target, draw.token)));
+}
+
+// Grid: (row, split).
+__global__ void __launch_bounds__(kThreads)
+    draw_tokens(const Rows rows, const LawScratch s, uint64_t* tile_sums, int64_t splits) {
+  __shared__ SharedArray<DrawTask, 1> draw_memory;
+  const int64_t b = blockIdx.x / splits;
+  const int64_t split = blockIdx.x % splits;
+  if (threadIdx.x < kWarp) {
+    const FilteredRow task = rows(b);
+    const RowLaw law = law_of(task, s, b);
+    if (threadIdx.x == 0) draw_memory[0] = draw_task(rows.p, b, task, law);
+  }
+  __syncthreads();
+  DrawTask& task = draw_memory[0];
+  bool writes = split == 0;
+  if (needs_draw(task)) {
+    writes = draw(&task, 0.0, tile_sums + b * s.tiles, s.counters + b, split, splits);
+  }
+  if (writes && threadIdx.x == 0) write_token(rows.p, b, task);
+}
+
+}  // namespace
+
+void sample(const SampleParams& p, const Gpu& gpu) {
+  Workspace workspace;
+  const int64_t tiles = num_tiles(p.logits.vocab);
+  const bool filters = has_filter_arrays(p.sampling);
+  const LawReservation reserved = reserve_laws(&workspace, p.batch, tiles, filters);
+  const auto tile_sums = workspace.reserve<uint64_t>(p.batch * tiles);
+  workspace.allocate(gpu);
+  const LawScratch s = laws_at(workspace, reserved, p.batch, tiles, filters);
+  launch_laws(gpu, Rows{p}, s);
+  const int64_t splits = splits_for(p.batch, tiles);
+  launch(gpu, "draw_tokens", draw_tokens, p.batch * splits, Rows{p}, s, workspace.at(tile_sums),
+         splits);
+}
+
+}  // namespace cuda
+}  // namespace specdec
