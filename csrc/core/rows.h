@@ -85,6 +85,11 @@ SPECDEC_HD Row row_at(const RowBatch& rows, int64_t b, int64_t s, bool linear = 
   return row;
 }
 
+// Whether any request may have a filter.
+SPECDEC_HD bool has_filter_arrays(const SamplingParams& p) {
+  return p.top_k.data != nullptr || p.top_p.data != nullptr || p.min_p.data != nullptr;
+}
+
 SPECDEC_HD double number_at(const Array<float>& numbers, int64_t b, double absent) {
   return numbers.data != nullptr ? static_cast<double>(numbers.data[b * numbers.stride[0]])
                                  : absent;

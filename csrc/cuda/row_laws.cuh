@@ -32,11 +32,6 @@ struct LawReservation {
   Reserved<uint32_t> counters;
 };
 
-bool has_filter_arrays(const SamplingParams& sampling) {
-  return sampling.top_k.data != nullptr || sampling.top_p.data != nullptr ||
-         sampling.min_p.data != nullptr;
-}
-
 LawReservation reserve_laws(Workspace* workspace, int64_t count, int64_t tiles, bool filters) {
   return {workspace->reserve<TileSummary>(count * tiles),
           workspace->reserve<float>(filters ? count * tiles * kTileGroups : 0),

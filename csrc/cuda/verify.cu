@@ -14,6 +14,7 @@
 // reads the rows after its first failure too: waiting for the decision would leave the chip idle.
 // Writes O(rows x tiles). Numerics: core/; float sums in fixed tiles combined in tile order, so
 // that neither splits nor the batch change a bit.
+#include "cutoff.cuh"
 #include "kernels.h"
 #include "verify_block.cuh"
 #include "verify_stepwise.cuh"
@@ -61,11 +62,8 @@ __global__ void draw_extra(const VerifyParams p, const Scratch s, int64_t splits
   __syncthreads();
   DrawTask& task = outcome[0].draw;
   if (!needs_draw(task)) return;
-  double mass = 0.0;
-  for (int64_t t = threadIdx.x; task.residual && t < num_tiles(p.target.vocab); t += kThreads) {
-    mass += s.draw_masses[b * s.tiles + t];
-  }
-  mass = block_sum(mass);
+  const double mass =
+      task.residual ? sum_tiles(s.draw_masses + b * s.tiles, num_tiles(p.target.vocab)) : 0.0;
   const bool last =
       draw(&task, mass, s.tile_sums + b * s.tiles, s.counters + b, unit.split, splits);
   if (last && threadIdx.x == 0) write_extra_token(p, b, outcome[0].accepted, task);
@@ -103,11 +101,6 @@ __global__ void write_raw_logprobs(const VerifyParams p, const Scratch s) {
 }
 
 // ---- host ---
-
-bool has_filter_arrays(const SamplingParams& sampling) {
-  return sampling.top_k.data != nullptr || sampling.top_p.data != nullptr ||
-         sampling.min_p.data != nullptr;
-}
 
 bool any_filters(const VerifyParams& p) {
   if (ignores_sampling(p.rule)) return false;

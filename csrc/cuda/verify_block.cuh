@@ -70,13 +70,6 @@ __global__ void block_masses(const VerifyParams p, const Scratch s, int64_t spli
                       s.node_masses + unit.index * s.tiles + share.first);
 }
 
-// By one warp, in tile order up to a fixed tree.
-__device__ double sum_in_warp(const double* values, int64_t n) {
-  double sum = 0.0;
-  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) sum += values[t];
-  return warp_sum(sum);
-}
-
 // Flips the coins of nodes 1 .. leaf, a warp a node.
 __device__ void flip_coins(const VerifyParams& p, const Scratch& s, const Request& r, bool report,
                            int32_t* accepted, int32_t* leaf) {
@@ -91,8 +84,8 @@ __device__ void flip_coins(const VerifyParams& p, const Scratch& s, const Reques
     if (!node.leaf) {
       const bool sampled = node.facts.sampled;
       const double mass = needs_mass(i, node.inflow, sampled)
-                              ? sum_in_warp(s.node_masses + (r.b * (p.gamma + 1) + i) * s.tiles,
-                                            num_tiles(p.target.vocab))
+                              ? sum_tiles(s.node_masses + (r.b * (p.gamma + 1) + i) * s.tiles,
+                                          num_tiles(p.target.vocab))
                               : 0.0;
       acceptance = block_acceptance(node.inflow, sampled, mass, node.facts.p);
     }
