@@ -76,7 +76,7 @@ void flow_up(const VerifyParams& p, const Request& r, Chain* chain, const double
   chain->acceptance[chain->length] = chain->inflow[chain->length];
 }
 
-void decide(const VerifyParams& p, Request* r, const Chain& chain) {
+void decide(const VerifyParams& p, Request* r, const Chain& chain, const double* masses) {
   for (int64_t i = 1; i <= chain.length; ++i) {
     p.accept_probs[r->b * p.gamma + i - 1] = static_cast<float>(chain.acceptance[i]);
     const double u = r->greedy ? 0.0 : uniform_at(p, r->b, i - 1);
@@ -95,6 +95,8 @@ void decide(const VerifyParams& p, Request* r, const Chain& chain) {
   } else {
     draw_from_residual(r, chain.targets[winner], chain.drafts[winner], column_at(p, r->b, winner),
                        chain.sampled[winner], chain.inflow[winner]);
+    // The rejected token was part of the sum, but has no residual: its inflow came out below 1.
+    if (needs_mass(chain, winner)) r->draw.mass = masses[winner];
   }
 }
 
@@ -142,7 +144,7 @@ void verify_block(const VerifyParams& p, const ThreadPool& pool, Request* reques
 
   for (int64_t k = 0; k < n; ++k) {
     flow_up(p, requests[k], &chains[k], masses.data() + k * nodes);
-    decide(p, &requests[k], chains[k]);
+    decide(p, &requests[k], chains[k], masses.data() + k * nodes);
   }
 }
 
