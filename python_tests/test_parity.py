@@ -52,6 +52,11 @@ VARIANTS = {
     "vocabulary 2": dict(vocab=2),
     "vocabulary 1000": dict(vocab=1000),
     "odd vocabulary, several tiles": dict(vocab=9001, batch=3, layout="padded"),
+    "several tiles, no filters": dict(vocab=9001, filters=False, greedy_rows=False),
+    "several tiles, no filters, bfloat16": dict(
+        vocab=9001, filters=False, greedy_rows=False, dtype=torch.bfloat16
+    ),
+    "several tiles, draft probs": dict(vocab=9001, batch=3, draft="probs", dtype=torch.bfloat16),
     "several tiles, bfloat16": dict(vocab=8193, batch=3, dtype=torch.bfloat16, draft_vocab=5000),
 }
 

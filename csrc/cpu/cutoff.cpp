@@ -64,10 +64,23 @@ float lowest_within_mass(const Candidates& candidates, const uint64_t* fixed, ui
   }));
 }
 
+// Writes the masses floor(weight * 2^40) of whole groups of logits.
+void law_masses(const ExpWeight& weight, const float* x, int64_t groups, uint64_t* fixed) {
+  for (int64_t i = 0; i < groups * kGroup; i += kLanes) {
+    float lanes[kLanes];
+    store(lanes, weight(load<VecF>(x + i)) * static_cast<float>(kLawUnit));
+    for (int half = 0; half < 2; ++half) {
+      const HalfF scaled = load<HalfF>(lanes + half * kLanes / 2);
+      store(fixed + i + half * kLanes / 2, __builtin_convertvector(scaled, VecL));
+    }
+  }
+}
+
 uint64_t candidate_masses(const Candidates& candidates, const RowLaw& law, uint64_t* fixed) {
-  const ExpWeight weight(law);
-  return tile_fixed(num_groups(candidates.count), LawUnit{}, fixed,
-                    [&](int64_t i) { return weight(load<VecF>(candidates.values + i)); });
+  law_masses(ExpWeight(law), candidates.values, num_groups(candidates.count), fixed);
+  uint64_t total = 0;
+  for (int64_t i = 0; i < candidates.count; ++i) total += fixed[i];
+  return total;
 }
 
 // ---- selection in a row
@@ -136,14 +149,10 @@ float kth_largest_of(const Row& row, int64_t k) {
       [](int64_t) { return uint64_t{1}; });
 }
 
-void tile_masses(const ExpWeight& weight, const float* x, int64_t n, uint64_t* fixed) {
-  tile_fixed(num_groups(n), LawUnit{}, fixed, [&](int64_t i) { return weight(load<VecF>(x + i)); });
-}
-
 float lowest_within_mass(const Row& row, const ExpWeight& weight, uint64_t bound) {
   uint64_t fixed[kTile];
   return select_in_row(
-      row, bound, [&](const float* x, int64_t n) { tile_masses(weight, x, n, fixed); },
+      row, bound, [&](const float* x, int64_t n) { law_masses(weight, x, num_groups(n), fixed); },
       [&](int64_t i) { return fixed[i]; });
 }
 
@@ -197,7 +206,7 @@ void fill_mass_bins(const Row& row, const ExpWeight& weight, const LogWeightBin&
   histogram->clear();
   for_each_tile(row, [&](const float* x, int64_t n) {
     const int64_t padded = num_groups(n) * kGroup;
-    tile_masses(weight, x, n, fixed);
+    law_masses(weight, x, num_groups(n), fixed);
     for (int64_t i = 0; i < padded; i += kLanes) store(bins + i, bin_of(load<VecF>(x + i)));
     histogram->add_tile(padded, bins, fixed);
   });
@@ -282,7 +291,8 @@ bool apply_filters(const Row& row, const Filters& filters, const float* group_ma
   if (uses_group_max(filters) && collect_top_k(row, filters.top_k, group_max, &candidates)) {
     law->cutoff = kth_largest_of(candidates.values, candidates.count, filters.top_k);
     narrow(candidates, filters, law);
-    law->z = tile_weight_sum(candidates.values, num_groups(candidates.count), ExpWeight(*law));
+    const FloatEntries entries{candidates.values, candidates.values};
+    law->z = tile_weight_sum(entries, num_groups(candidates.count), ExpWeight(*law));
     return true;
   }
   if (has_top_k(filters)) law->cutoff = kth_largest_of(row, filters.top_k);

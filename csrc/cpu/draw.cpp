@@ -1,60 +1,124 @@
 // Final draws by inverse CDF in integers.
 //
 // Grid: (request, tile) units over threads. A draw from a law reads its row once for the tiles'
-// sums and one tile again; a residual draw reads both rows twice (mass, then weights) and one tile
-// again. Writes 8 bytes per tile. Numerics: weights in fp32, scaled in float64, summed as uint64.
+// sums and one tile again; a residual draw reads both rows twice (mass, unless known, then weights)
+// and one tile again. Writes 8 bytes per tile. Numerics: weights in fp32, scaled in float64, summed
+// as uint64.
 #include "draw.h"
 
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-struct TileBuffers {
-  float target[kTile];
-  float draft[kTile];
+// Calls body(target entries, draft entries, groups), both in the same order.
+template <typename Body>
+auto with_two_entries(const DrawTask& task, int64_t tile, const Body& body) {
+  const int64_t groups = tile_groups(task.target.vocab, tile);
+  if (is_whole_bfloat16(task.target, tile, groups, task.excluded) &&
+      is_whole_bfloat16(task.draft, tile, groups)) {
+    return body(bfloat16_entries(task.target, tile), bfloat16_entries(task.draft, tile), groups);
+  }
+  float target[kTile], draft[kTile];
+  const float* p = view_tile(task.target, tile, groups, target, task.excluded);
+  const float* q = view_tile(task.draft, tile, groups, draft);
+  return body(float_entries(task.target, tile, p, target),
+              float_entries(task.draft, tile, q, draft), groups);
+}
+
+// [a p - b q]+ of entries of both rows.
+template <typename DraftWeight>
+struct ResidualWeight {
+  ExpWeight target;
+  DraftWeight draft;
+  VecF target_scale, draft_scale;
+  explicit ResidualWeight(const DrawTask& task)
+      : target(task.target_law),
+        draft(task.draft_law),
+        target_scale(splat(static_cast<float>(task.coefficients.target / task.target_law.z))),
+        draft_scale(splat(static_cast<float>(task.coefficients.draft / task.draft_law.z))) {}
+  VecF operator()(VecF x, VecF y) const {
+    return positive_part(target_scale * target(x) - draft_scale * draft(y));
+  }
 };
 
-// Calls body(groups, weight_at) where weight_at(i) are the kLanes weights at offset i of the tile.
-template <typename Body>
-auto with_residual_tile(const DrawTask& task, int64_t tile, TileBuffers* buffers,
-                        const Body& body) {
-  const int64_t groups = tile_groups(task.target.vocab, tile);
-  const float* p = view_tile(task.target, tile, groups, buffers->target, task.excluded);
-  const ExpWeight target_weight(task.target_law);
-  const VecF target_scale = splat(static_cast<float>(task.coefficients.target / task.target_law.z));
-  if (task.draft.data == nullptr) {
-    return body(groups, [&](int64_t i) { return target_scale * target_weight(load<VecF>(p + i)); });
-  }
-  const float* q = view_tile(task.draft, tile, groups, buffers->draft);
-  const VecF draft_scale = splat(static_cast<float>(task.coefficients.draft / task.draft_law.z));
-  return with_weight(task.draft_law, [&](auto draft_weight) {
-    return body(groups, [&](int64_t i) {
-      return positive_part(target_scale * target_weight(load<VecF>(p + i)) -
-                           draft_scale * draft_weight(load<VecF>(q + i)));
+// A residual without a draft law: a p.
+struct ScaledWeight {
+  ExpWeight target;
+  VecF scale;
+  explicit ScaledWeight(const DrawTask& task)
+      : target(task.target_law),
+        scale(splat(static_cast<float>(task.coefficients.target / task.target_law.z))) {}
+  VecF operator()(VecF x) const { return scale * target(x); }
+};
+
+template <typename DraftWeight>
+double tile_residual_mass(const DrawTask& task, int64_t tile) {
+  const ResidualWeight<DraftWeight> weight(task);
+  return with_two_entries(task, tile, [&](const auto& p, const auto& q, int64_t groups) {
+    return accumulate_pairs(groups, [&](int64_t i) {
+      const VecPair x = p(i), y = q(i);
+      return VecPair{weight(x.first, y.first), weight(x.second, y.second)};
     });
   });
 }
 
-template <typename Body>
-auto with_law_tile(const DrawTask& task, int64_t tile, TileBuffers* buffers, const Body& body) {
+double tile_mass(const DrawTask& task, int64_t tile) {
+  if (task.draft.data != nullptr) {
+    return task.draft_law.linear ? tile_residual_mass<LinearWeight>(task, tile)
+                                 : tile_residual_mass<ExpWeight>(task, tile);
+  }
+  float buffer[kTile];
   const int64_t groups = tile_groups(task.target.vocab, tile);
-  const float* p = view_tile(task.target, tile, groups, buffers->target);
-  const ExpWeight weight(task.target_law);
-  return body(groups, [&](int64_t i) { return weight(load<VecF>(p + i)); });
+  const float* p = view_tile(task.target, tile, groups, buffer, task.excluded);
+  return tile_weight_sum(float_entries(task.target, tile, p, buffer), groups, ScaledWeight(task));
 }
 
-// Fixed-point weights of one tile: `out` holds kTile values. The same function for the sums and for
-// the search, so that they agree to the bit.
-uint64_t fixed_tile(const DrawTask& task, double unit, int64_t tile, uint64_t* out) {
-  TileBuffers buffers;
+template <typename Weight>
+void write_weights(const FloatEntries& entries, int64_t groups, const Weight& weight, float* out) {
+  for (int64_t i = 0; i < groups * kGroup; i += 2 * kLanes) {
+    const VecPair x = entries(i);
+    store(out + i, weight(x.first));
+    store(out + i + kLanes, weight(x.second));
+  }
+}
+
+template <typename DraftWeight>
+void write_residual(const DrawTask& task, const FloatEntries& p, int64_t tile, int64_t groups,
+                    float* out) {
+  const ResidualWeight<DraftWeight> weight(task);
+  float buffer[kTile];
+  const float* draft = view_tile(task.draft, tile, groups, buffer);
+  const FloatEntries q = float_entries(task.draft, tile, draft, buffer);
+  for (int64_t i = 0; i < groups * kGroup; i += 2 * kLanes) {
+    const VecPair x = p(i), y = q(i);
+    store(out + i, weight(x.first, y.first));
+    store(out + i + kLanes, weight(x.second, y.second));
+  }
+}
+
+// The weights of a tile as floats. Sums and search both go through this one copy of the code, so
+// that they see the same bits whatever the compiler contracts. Returns the number of groups.
+__attribute__((noinline)) int64_t write_tile_weights(const DrawTask& task, int64_t tile,
+                                                     float* out) {
+  float buffer[kTile];
+  const int64_t groups = tile_groups(task.target.vocab, tile);
+  const int64_t excluded = task.residual ? task.excluded : -1;
+  const float* x = view_tile(task.target, tile, groups, buffer, excluded);
+  const FloatEntries p = float_entries(task.target, tile, x, buffer);
   if (!task.residual) {
-    return with_law_tile(task, tile, &buffers, [&](int64_t groups, const auto& weight_at) {
-      return tile_fixed(groups, LawUnit{}, out, weight_at);
-    });
+    write_weights(p, groups, ExpWeight(task.target_law), out);
+  } else if (task.draft.data == nullptr) {
+    write_weights(p, groups, ScaledWeight(task), out);
+  } else if (task.draft_law.linear) {
+    write_residual<LinearWeight>(task, p, tile, groups, out);
+  } else {
+    write_residual<ExpWeight>(task, p, tile, groups, out);
   }
-  return with_residual_tile(task, tile, &buffers, [&](int64_t groups, const auto& weight_at) {
-    return tile_fixed(groups, ResidualUnit{unit}, out, weight_at);
-  });
+  return groups;
+}
+
+uint64_t fixed_sum(const DrawTask& task, double unit, const float* weights, int64_t groups) {
+  return task.residual ? residual_fixed_sum(weights, groups, unit) : law_fixed_sum(weights, groups);
 }
 
 // The lowest index whose inclusive prefix sum exceeds t, given the tiles' sums. The bounds matter
@@ -63,13 +127,22 @@ int64_t search(const DrawTask& task, double unit, const uint64_t* tile_sums, uin
   const int64_t last_tile = num_tiles(task.target.vocab) - 1;
   int64_t tile = 0;
   while (tile < last_tile && tile_sums[tile] <= t) t -= tile_sums[tile++];
-  uint64_t fixed[kTile];
-  fixed_tile(task, unit, tile, fixed);
+  float weights[kTile];
+  const int64_t groups = write_tile_weights(task, tile, weights);
+  int64_t i = 0;
+  for (; i < (groups - 1) * kGroup; i += kGroup) {
+    const uint64_t sum = fixed_sum(task, unit, weights + i, 1);
+    if (sum > t) break;
+    t -= sum;
+  }
   const int64_t first = tile * kTile;
   const int64_t left = task.target.vocab - first;
   const int64_t last = (left < kTile ? left : kTile) - 1;
-  int64_t i = 0;
-  while (i < last && fixed[i] <= t) t -= fixed[i++];
+  for (; i < last; ++i) {
+    const uint64_t fixed = fixed_weight(weights[i], unit);
+    if (fixed > t) break;
+    t -= fixed;
+  }
   return first + i;
 }
 
@@ -89,18 +162,15 @@ void residual_masses(const ThreadPool& pool, const DrawTask* tasks, int64_t n, d
   Buffer<int64_t> wanted(n);
   int64_t count = 0;
   for (int64_t r = 0; r < n; ++r) {
-    masses[r] = 0.0;
-    if (needs_draw(tasks[r]) && tasks[r].residual) wanted[count++] = r;
+    masses[r] = tasks[r].mass >= 0.0 ? tasks[r].mass : 0.0;
+    if (needs_draw(tasks[r]) && tasks[r].residual && tasks[r].mass < 0.0) wanted[count++] = r;
   }
   Buffer<double> tile_masses(count * tiles);
   parallel_for(pool, count * tiles, kTilesPerThread, [&](int64_t unit) {
     const DrawTask& task = tasks[wanted[unit / tiles]];
     const int64_t tile = unit % tiles;
     if (tile >= num_tiles(task.target.vocab)) return;
-    TileBuffers buffers;
-    tile_masses[unit] = with_residual_tile(
-        task, tile, &buffers,
-        [](int64_t groups, const auto& weight_at) { return accumulate(groups, weight_at); });
+    tile_masses[unit] = tile_mass(task, tile);
   });
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t t = 0; t < tiles; ++t) masses[wanted[j]] += tile_masses[j * tiles + t];
@@ -121,14 +191,15 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
     any |= pending[r];
     // No residual mass, by rounding or because p = q: the target's own law is what is left.
     if (task.residual && !(units[r] > 0.0)) task.residual = false;
-    if (task.residual) units[r] = residual_unit(units[r]);
+    units[r] = task.residual ? residual_unit(units[r]) : kLawUnit;
   }
   while (any) {
     parallel_for(pool, n * tiles, kTilesPerThread, [&](int64_t unit) {
       const int64_t r = unit / tiles;
       if (!pending[r] || unit % tiles >= num_tiles(tasks[r].target.vocab)) return;
-      uint64_t fixed[kTile];
-      tile_sums[unit] = fixed_tile(tasks[r], units[r], unit % tiles, fixed);
+      float weights[kTile];
+      const int64_t groups = write_tile_weights(tasks[r], unit % tiles, weights);
+      tile_sums[unit] = fixed_sum(tasks[r], units[r], weights, groups);
     });
     any = false;
     for (int64_t r = 0; r < n; ++r) {
@@ -138,6 +209,7 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
       for (int64_t t = 0; t < num_tiles(tasks[r].target.vocab); ++t) total += sums[t];
       if (total == 0 && tasks[r].residual) {
         tasks[r].residual = false;
+        units[r] = kLawUnit;
         any = true;
         continue;
       }

@@ -3,8 +3,8 @@
 // Grid: (row, tile) units over threads for the passes over the vocabulary, rows over threads for
 // the selection of cutoffs (cutoff.cpp). Reads 2 or 4 bytes per vocabulary entry (16- or 32-bit
 // logits) for a plain temperature or top-k; top-p and min-p read again, from cache. Writes O(tiles)
-// per row. Numerics: fp32 exponentials against the tile's own maximum, combined in tile order in
-// float64; masses for top-p in 2^-40 fixed point.
+// per row. Numerics: fp32 exponentials against the tile's own maximum, or an entry near it,
+// combined in tile order in float64; masses for top-p in 2^-40 fixed point.
 #include "law_pass.h"
 
 #include "cutoff.h"
@@ -13,9 +13,10 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-// What one pass leaves behind for each tile.
+// What one pass leaves behind for each tile: the sum is that of exp(scale * (x - reference)).
 struct TileSummary {
   float max;
+  float reference;
   bool fine;
   double sum;
 };
@@ -24,38 +25,88 @@ bool needs_group_max(const LawTask& task) {
   return !task.row.linear && uses_group_max(task.filters);
 }
 
-// A plain law needs no second look: its sum is taken in the first pass, against the tile's maximum.
+// A plain law needs no second look at the row: its sum is taken in the first pass.
 bool is_plain(const LawTask& task) {
   return !task.row.linear && !is_greedy(task.filters) && !has_filter(task.filters);
 }
 
-TileSummary scan_logits(const LawTask& task, int64_t tile, float* group_max) {
-  float buffer[kTile];
-  const int64_t groups = tile_groups(task.row.vocab, tile);
-  const float* x = view_tile(task.row, tile, groups, buffer);
-  TileSummary s{-INFINITY, true, 0.0};
-  s.fine = tile_max(x, groups, &s.max, group_max);
-  if (is_plain(task) && s.fine && s.max > -INFINITY) {
-    const double scale = 1.0 / task.filters.temperature;
-    s.sum = tile_weight_sum(x, groups,
-                            ExpWeight(s.max, scale, support_threshold(-INFINITY, s.max, scale)));
+// ---- one sweep
+// ------------------------------------------------------------------------------------
+
+// A sum of exponentials need not wait for the tile's maximum where the reference, the maximum of
+// the first group, turns out to be this close to it (weights stay below 2^16, and their rounding
+// errors below 1e-6). At low temperatures that is rare; at huge ones no float is low enough to
+// stand for -inf.
+constexpr double kMaxLead = 16 * 0.6931471805599453;
+constexpr double kMinSweepTemperature = 0.5;
+constexpr double kMaxSweepTemperature = 1e30;
+
+bool may_sweep(const LawTask& task) {
+  const double temperature = task.filters.temperature;
+  return is_plain(task) && temperature >= kMinSweepTemperature &&
+         temperature <= kMaxSweepTemperature;
+}
+
+// Weights of any logits: what fp32 exp cannot hold is 2^-125.5, which vanishes in a sum that has
+// the reference's own 1, and NaN or +inf, which cost a comparison elsewhere, become NaN.
+struct SweepWeight {
+  VecF reference, scale, lowest;
+  SweepWeight(float reference_logit, double scale_value)
+      : reference(splat(reference_logit)),
+        scale(splat(static_cast<float>(scale_value * 1.4426950408889634))),
+        lowest(splat(static_cast<float>(-87.0 / scale_value))) {}
+  VecF operator()(VecF x) const {
+    const VecF difference = x - reference;
+    return exp2_with_nan((difference < lowest ? lowest : difference) * scale);
   }
-  return s;
+};
+
+// Maximum and sum of a tile in one sweep; false where that took the wrong reference.
+template <typename Entries>
+bool sweep_tile(const Entries& entries, int64_t groups, double scale, TileSummary* s) {
+  if (!tile_max(entries, 1, &s->reference, nullptr) || s->reference == -INFINITY) return false;
+  const SweepWeight weight(s->reference, scale);
+  VecF first = splat(-INFINITY), second = first;
+  s->sum = accumulate_pairs(groups, [&](int64_t i) {
+    const VecPair v = entries(i);
+    first = max_of(v.first, first);
+    second = max_of(v.second, second);
+    return VecPair{weight(v.first), weight(v.second)};
+  });
+  s->max = max_lanes(max_of(first, second));
+  s->fine = s->sum == s->sum;
+  return scale * (static_cast<double>(s->max) - s->reference) <= kMaxLead;
+}
+
+TileSummary scan_logits(const LawTask& task, int64_t tile, float* group_max) {
+  return with_entries(task.row, tile, [&](const auto& entries, int64_t groups) {
+    TileSummary s{-INFINITY, -INFINITY, true, 0.0};
+    const double scale = 1.0 / task.filters.temperature;
+    if (may_sweep(task) && sweep_tile(entries, groups, scale, &s)) return s;
+    s.sum = 0.0;
+    s.fine = tile_max(entries, groups, &s.max, group_max);
+    s.reference = s.max;
+    if (is_plain(task) && s.fine && s.max > -INFINITY) {
+      const float threshold = support_threshold(-INFINITY, s.max, scale);
+      s.sum = tile_weight_sum(entries, groups, ExpWeight(s.max, scale, threshold));
+    }
+    return s;
+  });
 }
 
 TileSummary scan_probabilities(const LawTask& task, int64_t tile) {
-  float buffer[kTile];
-  const int64_t groups = tile_groups(task.row.vocab, tile);
-  const float* x = view_tile(task.row, tile, groups, buffer);
-  VecI fine = (VecI)(VecF{} == VecF{});
-  TileSummary s{0.0f, true, 0.0};
-  s.sum = accumulate(groups, [&](int64_t i) {
-    const VecF v = load<VecF>(x + i);
-    fine &= (VecI)(v >= 0.0f) & (VecI)(v <= FLT_MAX);
-    return v;
+  return with_entries(task.row, tile, [&](const auto& entries, int64_t groups) {
+    VecI fine = (VecI)(VecF{} == VecF{});
+    TileSummary s{0.0f, 0.0f, true, 0.0};
+    s.sum = accumulate_pairs(groups, [&](int64_t i) {
+      const VecPair v = entries(i);
+      fine &= (VecI)(v.first >= 0.0f) & (VecI)(v.first <= FLT_MAX);
+      fine &= (VecI)(v.second >= 0.0f) & (VecI)(v.second <= FLT_MAX);
+      return v;
+    });
+    s.fine = all_lanes(fine);
+    return s;
   });
-  s.fine = all_lanes(fine);
-  return s;
 }
 
 // The first entry of a tile that equals its maximum (bounded as the search in draw.cpp is).
@@ -104,16 +155,15 @@ void combine_tiles(LawTask* task, const TileSummary* tiles) {
   if (!is_plain(*task)) return;
   for (int64_t t = 0; t < n; ++t) {
     if (tiles[t].sum > 0.0) {
-      law.z += tiles[t].sum * exp(law.scale * (static_cast<double>(tiles[t].max) - max));
+      law.z += tiles[t].sum * exp(law.scale * (static_cast<double>(tiles[t].reference) - max));
     }
   }
 }
 
 double filtered_tile_sum(const LawTask& task, int64_t tile) {
-  float buffer[kTile];
-  const int64_t groups = tile_groups(task.row.vocab, tile);
-  const float* x = view_tile(task.row, tile, groups, buffer);
-  return tile_weight_sum(x, groups, ExpWeight(task.law));
+  return with_entries(task.row, tile, [&](const auto& entries, int64_t groups) {
+    return tile_weight_sum(entries, groups, ExpWeight(task.law));
+  });
 }
 
 void compute_filtered(const ThreadPool& pool, LawTask* const* tasks, int64_t n, int64_t tiles,

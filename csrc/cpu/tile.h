@@ -58,28 +58,94 @@ inline const float* view_tile(const Row& row, int64_t tile, int64_t groups, floa
   return values;
 }
 
-// Runs step(accumulator, offset) over the groups of a tile, `kAccumulators` independent sums.
+// Two vectors of entries, as reductions take them.
+struct VecPair {
+  VecF first, second;
+};
+
+// Entries of a tile as they lie there. While one tile is worked on, the next one of the row
+// (`ahead`) is on its way from memory.
+struct FloatEntries {
+  const float* data;
+  const float* ahead;
+  VecPair operator()(int64_t i) const {
+    __builtin_prefetch(ahead + i);
+    __builtin_prefetch(ahead + i + kLanes);
+    return {load<VecF>(data + i), load<VecF>(data + i + kLanes)};
+  }
+};
+
+// The even entries first, then the odd ones: that takes one operation a vector.
+struct BFloat16Entries {
+  const uint16_t* data;
+  const uint16_t* ahead;
+  VecPair operator()(int64_t i) const {
+    __builtin_prefetch(ahead + i);
+    const VecU both = load<VecU>(data + i);
+    return {(VecF)(both << 16), (VecF)(both & 0xFFFF0000u)};
+  }
+};
+
+inline FloatEntries float_entries(const Row& row, int64_t tile, const float* x,
+                                  const float* buffer) {
+  return {x, x == buffer || tile + 1 == num_tiles(row.vocab) ? x : x + kTile};
+}
+
+// Whether BFloat16Entries may read a tile where it lies.
+inline bool is_whole_bfloat16(const Row& row, int64_t tile, int64_t groups, int64_t excluded = -1) {
+  const int64_t end = tile * kTile + groups * kGroup;
+  return row.element == Element::kBFloat16 && end <= row.vocab &&
+         (excluded < tile * kTile || excluded >= end);
+}
+
+inline BFloat16Entries bfloat16_entries(const Row& row, int64_t tile) {
+  const uint16_t* x = static_cast<const uint16_t*>(row.data) + tile * kTile;
+  return {x, tile + 1 == num_tiles(row.vocab) ? x : x + kTile};
+}
+
+// Calls body(entries, groups) with a tile of a row, in the order that suits its type.
+template <typename Body>
+inline auto with_entries(const Row& row, int64_t tile, const Body& body) {
+  const int64_t groups = tile_groups(row.vocab, tile);
+  if (is_whole_bfloat16(row, tile, groups)) return body(bfloat16_entries(row, tile), groups);
+  float buffer[kTile];
+  const float* x = view_tile(row, tile, groups, buffer);
+  return body(float_entries(row, tile, x, buffer), groups);
+}
+
+// Sums the pairs that step(offset) gives over the groups of a tile, in `kAccumulators` vectors.
 template <typename Step>
-inline double accumulate(int64_t groups, const Step& step) {
+inline double accumulate_pairs(int64_t groups, const Step& step) {
   VecF sums[kAccumulators] = {};
   for (int64_t i = 0; i < groups * kGroup; i += kAccumulators * kLanes) {
-    for (int a = 0; a < kAccumulators; ++a) sums[a] += step(i + a * kLanes);
+    for (int a = 0; a < kAccumulators; a += 2) {
+      const VecPair pair = step(i + a * kLanes);
+      sums[a] += pair.first;
+      sums[a + 1] += pair.second;
+    }
   }
   return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+template <typename Step>
+inline double accumulate(int64_t groups, const Step& step) {
+  return accumulate_pairs(groups, [&](int64_t i) { return VecPair{step(i), step(i + kLanes)}; });
+}
+
 // Maximum of a tile and of each of its groups; false if an entry is NaN or +inf.
-inline bool tile_max(const float* x, int64_t groups, float* max, float* group_max) {
+template <typename Entries>
+inline bool tile_max(const Entries& entries, int64_t groups, float* max, float* group_max) {
   VecF tile = splat(-INFINITY);
   VecI fine = (VecI)(tile == tile);
   for (int64_t g = 0; g < groups; ++g) {
     VecF best[kAccumulators];
     for (int a = 0; a < kAccumulators; ++a) best[a] = splat(-INFINITY);
     for (int i = 0; i < kGroup; i += kAccumulators * kLanes) {
-      for (int a = 0; a < kAccumulators; ++a) {
-        const VecF v = load<VecF>(x + g * kGroup + i + a * kLanes);
-        fine &= (VecI)(v <= FLT_MAX);
-        best[a] = max_of(v, best[a]);
+      for (int a = 0; a < kAccumulators; a += 2) {
+        const VecPair v = entries(g * kGroup + i + a * kLanes);
+        fine &= (VecI)(v.first <= FLT_MAX) & (VecI)(v.second <= FLT_MAX);
+        best[a] = max_of(v.first, best[a]);
+        best[a + 1] = max_of(v.second, best[a + 1]);
       }
     }
     const VecF group = max_of(max_of(best[0], best[1]), max_of(best[2], best[3]));
@@ -116,39 +182,61 @@ inline auto with_weight(const RowLaw& law, const Body& body) {
   return law.linear ? body(LinearWeight(law)) : body(ExpWeight(law));
 }
 
-template <typename Weight>
-inline double tile_weight_sum(const float* x, int64_t groups, const Weight& weight) {
-  return accumulate(groups, [&](int64_t i) { return weight(load<VecF>(x + i)); });
+template <typename Entries, typename Weight>
+inline double tile_weight_sum(const Entries& entries, int64_t groups, const Weight& weight) {
+  return accumulate_pairs(groups, [&](int64_t i) {
+    const VecPair v = entries(i);
+    return VecPair{weight(v.first), weight(v.second)};
+  });
 }
 
-// How weights become integers. For a law the unit is a power of two: the product is exact in fp32.
-struct LawUnit {
-  VecL operator()(HalfF w) const {
-    return __builtin_convertvector(w * static_cast<float>(kLawUnit), VecL);
+// floor(weight * unit) of one weight. For a law the unit is a power of two and the product exact.
+inline uint64_t fixed_weight(float weight, double unit) {
+  return static_cast<uint64_t>(static_cast<double>(weight) * unit);
+}
+
+// Sums of floor(w * 2^40) for w in [0, 1], in two 32-bit halves of 20 binary places each: all steps
+// are exact, and every instruction set converts 32 bits at once. A lane holds fewer than 2^12
+// weights.
+struct LawSum {
+  VecU high = {}, low = {};
+  void add(VecF w) {
+    const VecF scaled = w * 0x1p20f;
+    const VecI whole = __builtin_convertvector(scaled, VecI);
+    const VecF rest = scaled - __builtin_convertvector(whole, VecF);
+    high += (VecU)whole;
+    low += (VecU) __builtin_convertvector(rest * 0x1p20f, VecI);
+  }
+  uint64_t total() const {
+    uint64_t highs = 0, lows = 0;
+    for (int i = 0; i < kLanes; ++i) {
+      highs += high[i];
+      lows += low[i];
+    }
+    return (highs << 20) + lows;
   }
 };
 
-struct ResidualUnit {
-  double unit;
-  VecL operator()(HalfF w) const {
-    return __builtin_convertvector(__builtin_convertvector(w, VecD) * unit, VecL);
+// Sum of floor(weight * 2^40) over the groups of a tile of a law's weights.
+inline uint64_t law_fixed_sum(const float* weights, int64_t groups) {
+  LawSum sums[2];
+  for (int64_t i = 0; i < groups * kGroup; i += 2 * kLanes) {
+    sums[0].add(load<VecF>(weights + i));
+    sums[1].add(load<VecF>(weights + i + kLanes));
   }
-};
+  return sums[0].total() + sums[1].total();
+}
 
-// Writes floor(weight * unit) of a tile to `out` and returns the sum.
-template <typename Unit, typename WeightAt>
-inline uint64_t tile_fixed(int64_t groups, const Unit& unit, uint64_t* out,
-                           const WeightAt& weight_at) {
-  VecL total{};
-  for (int64_t i = 0; i < groups * kGroup; i += kLanes) {
-    float lanes[kLanes];
-    store(lanes, weight_at(i));
-    for (int half = 0; half < 2; ++half) {
-      const VecL fixed = unit(load<HalfF>(lanes + half * kLanes / 2));
-      store(out + i + half * kLanes / 2, fixed);
-      total += fixed;
+// Sum of floor(weight * unit), the product rounded to float64.
+inline uint64_t residual_fixed_sum(const float* weights, int64_t groups, double unit) {
+  VecL sums[kAccumulators] = {};
+  for (int64_t i = 0; i < groups * kGroup; i += kAccumulators * kLanes / 2) {
+    for (int a = 0; a < kAccumulators; ++a) {
+      const HalfF w = load<HalfF>(weights + i + a * kLanes / 2);
+      sums[a] += __builtin_convertvector(__builtin_convertvector(w, VecD) * unit, VecL);
     }
   }
+  const VecL total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   uint64_t sum = 0;
   for (int i = 0; i < kLanes / 2; ++i) sum += static_cast<uint64_t>(total[i]);
   return sum;

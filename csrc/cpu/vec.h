@@ -48,18 +48,29 @@ inline VecF min_of(VecF a, VecF b) { return a < b ? a : b; }
 
 inline VecF positive_part(VecF v) { return v > 0.0f ? v : VecF{}; }
 
-// 2^t for t in [-126, 1]; garbage below, which callers mask out. Relative error 1.5e-7, exact at 0.
-inline VecF exp2_unchecked(VecF t) {
-  const VecF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves round(t) in the low bits
-  const VecF shifted = t + magic;
-  const VecF f = t - (shifted - magic);
+// 2^f for f in [-1/2, 1/2].
+inline VecF exp2_fraction(VecF f) {
   VecF poly = splat(0x1.5be7b6p-10f);
   poly = poly * f + 0x1.3ced4ap-7f;
   poly = poly * f + 0x1.c6b7d4p-5f;
   poly = poly * f + 0x1.ebf9b0p-3f;
   poly = poly * f + 0x1.62e426p-1f;
-  poly = poly * f + 1.0f;
-  return (VecF)((VecI)poly + ((VecI)shifted << 23));
+  return poly * f + 1.0f;
+}
+
+// 2^t for t in [-126, 127); garbage below, which callers mask out. Relative error 1.5e-7, exact at
+// 0.
+inline VecF exp2_unchecked(VecF t) {
+  const VecF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves round(t) in the low bits
+  const VecF shifted = t + magic;
+  return (VecF)((VecI)exp2_fraction(t - (shifted - magic)) + ((VecI)shifted << 23));
+}
+
+// The same with NaN for a NaN, whatever its bits: the power of two is a factor, not an addend.
+inline VecF exp2_with_nan(VecF t) {
+  const VecF magic = splat(12582912.0f + 127.0f);  // the low bits hold an exponent with its bias
+  const VecF shifted = t + magic;
+  return exp2_fraction(t - (shifted - magic)) * (VecF)((VecI)shifted << 23);
 }
 
 inline double sum_lanes(VecF v) {

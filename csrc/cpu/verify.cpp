@@ -11,7 +11,7 @@ namespace SPECDEC_CPU_ISA {
 namespace {
 
 // A slice's rows are read up to three times; this many bytes of them are likely still in cache.
-constexpr int64_t kSliceBytes = int64_t{8} << 20;
+constexpr int64_t kSliceBytes = int64_t{16} << 20;
 
 int64_t requests_per_slice(const VerifyParams& p) {
   const int64_t row_bytes = p.target.vocab * (p.target.element == Element::kFloat32 ? 4 : 2);

@@ -1,0 +1,146 @@
+"""What a tile of a row can hide: laws of long rows where the sum's reference is hard to choose.
+
+A kernel may sum exponentials against a logit that is not the row's maximum. Whatever it takes, NaN,
++inf and masks must be seen wherever they lie, and log z must be accurate at every temperature.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_threads import processor_has
+
+VARIANTS = ["avx512", "avx2", "baseline"]
+
+LAWLESS = """
+import torch
+import specdec_ext
+
+# The bits of +inf and of all sorts of NaN, and where they go: a first group, between, an odd and an
+# even place, the last (padded) tile.
+bits = {
+    torch.float32: (torch.int32, [0x7F800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF,
+                                  0xFFFFFFFF, 0x7F8001FF, 0xFF800100]),
+    torch.bfloat16: (torch.int16, [0x7F80, 0x7FC0, 0xFFC0, 0x7F81, 0x7FFF, 0xFF81]),
+    torch.float16: (torch.int16, [0x7C00, 0x7E00, 0xFE00, 0x7C01, 0x7FFF, 0xFC01]),
+}
+places = [0, 1, 126, 127, 128, 1000, 4095, 4096, 6001, 8191, 8192, 9000]
+generator = torch.Generator().manual_seed(0)
+ops = torch.ops.specdec
+for dtype, (words, patterns) in bits.items():
+    row = (torch.randn(9001, generator=generator) * 3).to(dtype)
+    for temperature in (1.0, 0.1):
+        for pattern in patterns:
+            rows = row.repeat(len(places) + 1, 1)
+            signed = pattern - (pattern >> 8 * row.itemsize - 1 << 8 * row.itemsize)
+            for r, place in enumerate(places):
+                rows[r].view(words)[place] = signed
+            law = ops.row_law(rows, temperature=torch.full((len(rows),), temperature))
+            assert bool(law[3][:-1].isnan().all()) and law[4].tolist()[:-1] == [-1] * len(places), (
+                dtype, temperature, hex(pattern), law[3])
+            assert bool(law[3][-1].isfinite())
+print("all seen")
+"""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_nan_is_seen_everywhere(run_python, variant):
+    done = run_python(LAWLESS, SPECDEC_CPU_CAPABILITY=variant)
+    if processor_has(variant):
+        assert done.returncode == 0 and "all seen" in done.stdout, done.stderr
+    else:
+        assert done.returncode != 0
+
+
+LOG_Z = """
+import torch
+import specdec_ext
+
+inf = torch.inf
+generator = torch.Generator().manual_seed(0)
+usual = torch.randn(20, 9001, generator=generator) * 3
+rows = {"usual": usual, "far from zero": usual + 1000.0, "wide": usual * 30}
+for lead in (1.0, 10.0, 11.0, 11.1, 12.0, 60.0, 90.0, 3000.0):
+    # One logit far above the first ones of its tile.
+    rows[f"lead {lead}"] = usual.index_fill(1, torch.tensor([5000]), 9.0 + lead)
+rows["a hole"] = usual.index_fill(1, torch.arange(4096, 8000), -inf)
+rows["nothing at first"] = usual.index_fill(1, torch.arange(4300), -inf)
+rows["only the last"] = usual.index_fill(1, torch.arange(9000), -inf)
+rows["one a tile"] = torch.full_like(usual, -inf).index_fill(1, torch.tensor([7, 5000]), 2.0)
+rows["lowest first"] = usual.index_fill(1, torch.arange(256), torch.finfo(torch.float32).min)
+rows["extremes"] = rows["lowest first"].index_fill(
+    1, torch.tensor([3, 8999]), torch.finfo(torch.float32).max)
+worst = 0.0
+for name, values in rows.items():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits = values.to(dtype)
+        if bool((logits == inf).any()):
+            continue
+        for t in (0.1, 0.3, 0.49, 0.5, 0.7, 1.0, 3.0, 1000.0, 1e30, 3e37):
+            if name == "extremes" and t > 1e30:
+                continue  # their difference over T: no float32
+            temperature = torch.full((len(logits),), t)
+            found = torch.ops.specdec.row_law(logits, temperature=temperature)
+            exact = logits.double() / temperature.double()[:, None]
+            top = exact.amax(1)
+            log_z = (exact - top[:, None]).exp().sum(1).log()
+            assert torch.equal(found[0], logits.float().amax(1)), (name, dtype, t)
+            assert torch.equal(found[4], logits.float().argmax(1)), (name, dtype, t)
+            error = float((found[3] - log_z).abs().max())
+            assert error < 5e-6, (name, dtype, t, error)
+            worst = max(worst, error)
+print("accurate", worst)
+"""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_log_z_is_accurate_whatever_a_tile_starts_with(run_python, variant):
+    done = run_python(LOG_Z, SPECDEC_CPU_CAPABILITY=variant)
+    if processor_has(variant):
+        assert done.returncode == 0 and "accurate" in done.stdout, done.stderr
+    else:
+        assert done.returncode != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_draws_sweep_a_long_row_in_order(operator, dtype):
+    # Tokens never decrease with u, never land on a mask, and reach every tile.
+    generator = torch.Generator().manual_seed(3)
+    row = torch.randn(9001, generator=generator).to(dtype)
+    row[::3] = -torch.inf
+    row[4096:4300] = -torch.inf
+    u = torch.linspace(0, 1 - 2.0**-53, 3001, dtype=torch.float64)
+    tokens, logprobs = operator.sample(row.expand(len(u), -1), u)
+    assert bool((tokens.diff() >= 0).all()) and bool(row[tokens].isfinite().all())
+    assert set((tokens // 4096).tolist()) == {0, 1, 2}
+    prefix = row.double().softmax(0).cumsum(0)
+    assert bool((prefix[tokens] > u - 1e-6).all())
+    assert bool((prefix[tokens - 1].where(tokens > 0, 0.0) <= u + 1e-6).all())
+
+
+@pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_residual_draws_sweep_a_long_row_in_order(operator, dtype, draft_dtype):
+    # The drafted token is rejected, its tile is read with it taken out: the law is [p - q]+.
+    generator = torch.Generator().manual_seed(4)
+    vocab, rejected = 9001, 4500
+    target = torch.randn(vocab, generator=generator)
+    draft = (target + torch.randn(vocab, generator=generator)).to(draft_dtype)
+    draft[rejected] += 9
+    target = target.to(dtype)
+    u = torch.linspace(0, 1 - 2.0**-53, 501, dtype=torch.float64)
+    n = len(u)
+    outcome = operator.verify(
+        target.expand(n, 2, vocab),
+        torch.full((n, 1), rejected),
+        draft.expand(n, 1, vocab),
+        uniforms=torch.stack([torch.full_like(u, 1 - 2.0**-53), u], 1),
+        rule="token",
+    )
+    tokens = outcome.tokens[:, 0]
+    residual = (target.double().softmax(0) - draft.double().softmax(0)).clamp(min=0)
+    prefix = (residual / residual.sum()).cumsum(0)
+    assert outcome.num_accepted.tolist() == [0] * n and bool((tokens.diff() >= 0).all())
+    assert bool((residual[tokens] > 0).all()) and set((tokens // 4096).tolist()) == {0, 1, 2}
+    assert bool((prefix[tokens] > u - 1e-5).all())
+    assert bool((prefix[tokens - 1].where(tokens > 0, 0.0) <= u + 1e-5).all())
