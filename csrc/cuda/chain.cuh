@@ -204,7 +204,7 @@ __device__ void close_decision(const VerifyParams& p, const Scratch& s, Request*
       s.outcomes[r->b] = {r->accepted, r->draw};
     }
   }
-  if (!needs_draw(r->draw) || !r->draw.residual) return;
+  if (!needs_draw(r->draw) || !r->draw.residual || r->draw.mass >= 0.0) return;
   const Share share = share_of(num_tiles(p.target.vocab), split, splits);
   residual_mass_tiles(r->draw, share.first, share.last,
                       s.draw_masses + r->b * s.tiles + share.first);

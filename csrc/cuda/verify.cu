@@ -62,8 +62,10 @@ __global__ void draw_extra(const VerifyParams p, const Scratch s, int64_t splits
   __syncthreads();
   DrawTask& task = outcome[0].draw;
   if (!needs_draw(task)) return;
-  const double mass =
-      task.residual ? sum_tiles(s.draw_masses + b * s.tiles, num_tiles(p.target.vocab)) : 0.0;
+  double mass = task.mass;
+  if (task.residual && mass < 0.0) {
+    mass = sum_tiles(s.draw_masses + b * s.tiles, num_tiles(p.target.vocab));
+  }
   const bool last =
       draw(&task, mass, s.tile_sums + b * s.tiles, s.counters + b, unit.split, splits);
   if (last && threadIdx.x == 0) write_extra_token(p, b, outcome[0].accepted, task);

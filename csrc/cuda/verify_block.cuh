@@ -70,6 +70,11 @@ __global__ void block_masses(const VerifyParams p, const Scratch s, int64_t spli
                       s.node_masses + unit.index * s.tiles + share.first);
 }
 
+// The residual mass of a node that asks for it; by a full warp.
+__device__ double node_mass(const VerifyParams& p, const Scratch& s, int64_t b, int64_t i) {
+  return sum_tiles(s.node_masses + (b * (p.gamma + 1) + i) * s.tiles, num_tiles(p.target.vocab));
+}
+
 // Flips the coins of nodes 1 .. leaf, a warp a node.
 __device__ void flip_coins(const VerifyParams& p, const Scratch& s, const Request& r, bool report,
                            int32_t* accepted, int32_t* leaf) {
@@ -83,10 +88,7 @@ __device__ void flip_coins(const VerifyParams& p, const Scratch& s, const Reques
     double acceptance = node.inflow;
     if (!node.leaf) {
       const bool sampled = node.facts.sampled;
-      const double mass = needs_mass(i, node.inflow, sampled)
-                              ? sum_tiles(s.node_masses + (r.b * (p.gamma + 1) + i) * s.tiles,
-                                          num_tiles(p.target.vocab))
-                              : 0.0;
+      const double mass = needs_mass(i, node.inflow, sampled) ? node_mass(p, s, r.b, i) : 0.0;
       acceptance = block_acceptance(node.inflow, sampled, mass, node.facts.p);
     }
     if (!lane0) continue;
@@ -121,8 +123,12 @@ __global__ void decide_block(const VerifyParams p, const Scratch s, int64_t spli
   flip_coins(p, s, r, report, &accepted, &leaf);
   const int64_t winner = accepted;
   const Laws laws = gather_laws(p, s, r, winner, winner, &storage);
+  const NodeState* nodes = s.nodes + r.b * (p.gamma + 1);
+  const NodeState& node = nodes[winner];
+  // The rejected token was part of the sum, but has no residual: its inflow came out below 1.
+  const bool has_mass = winner < leaf && needs_mass(winner, node.inflow, node.facts.sampled);
+  const double mass = has_mass ? node_mass(p, s, r.b, winner) : -1.0;
   if (threadIdx.x == 0) {
-    const NodeState* nodes = s.nodes + r.b * (p.gamma + 1);
     const LawRow target = target_law_row(p, r, laws, winner);
     r.accepted = winner;
     r.status |= nodes[leaf].status;
@@ -130,7 +136,8 @@ __global__ void decide_block(const VerifyParams p, const Scratch s, int64_t spli
       draw_from_target(&r, target);
     } else {
       draw_from_residual(&r, target, draft_law_row(p, r, laws, winner), column_at(p, r.b, winner),
-                         nodes[winner].facts.sampled, nodes[winner].inflow);
+                         node.facts.sampled, node.inflow);
+      r.draw.mass = mass;
     }
   }
   __syncthreads();
