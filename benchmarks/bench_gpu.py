@@ -421,7 +421,7 @@ def check(
         return check_ours(verify, case_of(cell, sets[0], mine[1]), options.check_requests)
     key = f"{contestant}, {cell.drafter}, {cell.filters}"
     if key not in state.laws:
-        requests = 400_000 if device.type == "cuda" else 20_000
+        requests = 200_000 if device.type == "cuda" else 20_000
         inputs, p, alpha = law_inputs(cell.drafter, cell.sampling, requests, 128, device)
         verifier = peers.verifier(contestant, cell.sampling, (requests, 2, 128), device)
         state.laws[key] = check_law(verifier, inputs, p, alpha)
@@ -534,16 +534,25 @@ def quick_jobs(options: argparse.Namespace) -> Iterator[Job]:
             yield Cell(drafter, filters, batch, columns, entries, acceptance)
 
     points = [(central, gamma, vocab), (options.batch[0], gamma, vocab)]
-    first = [cell for point in dict.fromkeys(points) for cell in cells(*point)]
     points += [(batch, gamma, vocab) for batch in options.batch]
     points += [(central, gamma, entries) for entries in options.vocab]
     points += [(central, columns, vocab) for columns in options.gamma]
-    some = [cell for point in dict.fromkeys(points) for cell in cells(*point)]
-    for cell in [*some, *cells(central, gamma, vocab, "full")]:
-        yield cell, tuple(c for c in contestants(cell, options) if c != "compile")
-        if cell == some[len(first) - 1]:
-            for earlier in first:
-                yield earlier, tuple({"compile"}.intersection(options.contestants))
+    points = list(dict.fromkeys(points))
+    late = ("compile",)  # a compilation takes as long as all others of a cell together
+    plain = [
+        (cell, tuple(name for name in contestants(cell, options) if name not in late))
+        for cell in itertools.chain(
+            *(cells(*point) for point in points), cells(central, gamma, vocab, "full")
+        )
+    ]
+    compiled = [(cell, late) for point in points for cell in cells(*point)]
+    if "compile" not in options.contestants:
+        compiled = []
+    early = 2 * len(kinds)
+    yield from plain[:early]
+    yield from compiled[: len(kinds)]
+    yield from plain[early:]
+    yield from compiled[len(kinds) :]
 
 
 def grid_jobs(options: argparse.Namespace) -> Iterator[Job]:
@@ -664,14 +673,15 @@ def timing_table(state: Mapping[str, Any]) -> str:
 def problems_table(state: Mapping[str, Any]) -> str:
     """Make the table of what was not timed."""
     rows = [
-        [Cell(**r["cell"]).label(), r["contestant"], r["status"], _one_line(r["reason"])]
+        [Cell(**r["cell"]).label(), r["contestant"], r["status"], one_line(r["reason"])]
         for r in state["records"]
         if r["status"] != "ok"
     ]
     return common.markdown_table(["cell", "contestant", "status", "reason"], rows) if rows else ""
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Make text fit a cell of a table."""
     return " ".join(text.replace("|", "/").split())[:300]
 
 
@@ -732,7 +742,7 @@ def targets_table(state: Mapping[str, Any]) -> str:
 def markdown(state: Mapping[str, Any]) -> str:
     """Write the report of what is known so far."""
     facts = state["facts"]
-    known = [[name, _one_line(str(value))] for name, value in facts.items()]
+    known = [[name, one_line(str(value))] for name, value in facts.items()]
     parts = ["## Benchmarks", common.markdown_table(["fact", "value"], known)]
     parts += ["### Targets", targets_table(state), "### Timings", timing_table(state)]
     problems = problems_table(state)

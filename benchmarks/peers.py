@@ -302,3 +302,33 @@ def verifier(
         return compiled(list(laws.values())[-1], sampling)
     packages = {"flashinfer": flashinfer_verifier, "vllm": vllm_verifier}
     return packages[name](sampling, *shape, device)
+
+
+def main() -> int:
+    """Build what peers compile at their first call, and say what there is."""
+    device = torch.device("cuda", 0)
+    reasons = absences()
+    for name, reason in reasons.items():
+        if reason is None:
+            try:
+                tiny_call(name, device)
+                reason = "works"
+            except Exception as error:
+                reason = f"fails: {type(error).__name__}: {error}"
+        print(f"{name}: {reason}", flush=True)
+    return 0
+
+
+def tiny_call(name: str, device: torch.device) -> Tensor:
+    """Verify two requests of a small vocabulary, with filters."""
+    target = torch.randn(2, 3, 128, device=device).bfloat16()
+    tokens = torch.zeros(2, 2, dtype=torch.int64, device=device)
+    uniforms = torch.rand(2, 3, dtype=torch.float64, device=device)
+    seed = torch.zeros(1, dtype=torch.int64, device=device)
+    draft = target[:, 1:].contiguous()
+    inputs = Inputs(target, draft, tokens, tokens.int(), uniforms, seed)
+    return verifier(name, Sampling(0.8, 20, 0.9), (2, 2, 128), device)(inputs).cpu()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

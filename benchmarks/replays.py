@@ -277,3 +277,7 @@ def l2_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 4 << 20
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 60 << 20))
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts(torch.device(sys.argv[1]))))
