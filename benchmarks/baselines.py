@@ -8,9 +8,9 @@ logits to probabilities) and the rule (one function) combine freely:
     verify_token(target_logits, draft_tokens, draft_logits, uniforms, probs)
 
 Coins come as uniforms, as for `specdec_ext.verify`; the last token comes from
-``torch.multinomial``, which takes its randomness from torch's generator. Inside
-``GivenRandomness(uniforms)`` the same code draws it by inverse CDF from the last uniform instead,
-so that it can be compared token by token.
+``torch.multinomial``, which takes its randomness from torch's generator, or from another `draw`.
+Inside ``GivenRandomness(uniforms)`` the same code draws it by inverse CDF from the last uniform
+instead, so that it can be compared token by token.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Verdict(NamedTuple):
 
 
 Probs = Callable[[Tensor], Tensor]
+#: From weights [B, V] to tokens [B, 1].
+Draw = Callable[[Tensor], Tensor]
 Baseline = Callable[[Tensor, Tensor, Tensor, Tensor], Verdict]
 
 
@@ -97,6 +99,7 @@ def verify_token(
     draft_logits: Tensor,
     uniforms: Tensor,
     probs: Probs = softmax_probs,
+    draw: Draw | None = None,
 ) -> Verdict:
     """Token-wise rejection (Leviathan et al., arXiv 2211.17192, Algorithm 1).
 
@@ -106,6 +109,8 @@ def verify_token(
         ``[B, G+1, V]``, ``[B, G]`` int64, ``[B, G, V]``, ``[B, G+1]`` float64.
     probs : callable
         From logits to probabilities.
+    draw : callable, optional
+        From the last token's weights to tokens; ``torch.multinomial`` by default.
 
     Returns
     -------
@@ -116,7 +121,7 @@ def verify_token(
     q_drafted = q.gather(-1, draft_tokens[..., None]).squeeze(-1)
     accepted = uniforms[:, :-1] * q_drafted < p_drafted
     n = accepted.long().cumprod(-1).sum(-1)
-    return _emit(draft_tokens, n, p, q, torch.ones_like(n, dtype=torch.float32))
+    return _emit(draft_tokens, n, p, q, torch.ones_like(n, dtype=torch.float32), draw)
 
 
 def verify_block(
@@ -142,7 +147,9 @@ def verify_block(
     return _emit(draft_tokens, n, p, q, w.gather(-1, n[:, None]).squeeze(-1))
 
 
-def _emit(draft_tokens: Tensor, n: Tensor, p: Tensor, q: Tensor, w: Tensor) -> Verdict:
+def _emit(
+    draft_tokens: Tensor, n: Tensor, p: Tensor, q: Tensor, w: Tensor, draw: Draw | None = None
+) -> Verdict:
     """Keep n draft tokens and draw one more: from p after the last one, else from [w p - q]+."""
     gamma = draft_tokens.shape[1]
     requests = torch.arange(len(n), device=n.device)
@@ -150,8 +157,13 @@ def _emit(draft_tokens: Tensor, n: Tensor, p: Tensor, q: Tensor, w: Tensor) -> V
     q_next = q[requests, n.clamp(max=gamma - 1)]
     residual = (w[:, None] * p_next).sub_(q_next).clamp_(min=0)
     weights = torch.where((n == gamma)[:, None], p_next, residual)
-    extra = torch.multinomial(weights, 1)
-    slot = torch.arange(gamma + 1, device=n.device)
+    extra = torch.multinomial(weights, 1) if draw is None else draw(weights)
+    return place_tokens(draft_tokens, n, extra)
+
+
+def place_tokens(draft_tokens: Tensor, n: Tensor, extra: Tensor) -> Verdict:
+    """Lay out n draft tokens, the extra one ``[B, 1]``, then -1."""
+    slot = torch.arange(draft_tokens.shape[1] + 1, device=n.device)
     tokens = F.pad(draft_tokens, (0, 1)).where(slot < n[:, None], -1)
     return Verdict(tokens.where(slot != n[:, None], extra), n)
 
