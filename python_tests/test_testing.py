@@ -9,7 +9,16 @@ import torch
 from conftest import REFERENCE
 
 import specdec_ext.testing as testing
-from specdec_ext.testing import exact_law, make_case, step_law, toy_models, tv_bound
+from specdec_ext.testing import (
+    VerifyCase,
+    VerifyOutcome,
+    exact_law,
+    explain_outcome,
+    make_case,
+    step_law,
+    toy_models,
+    tv_bound,
+)
 
 
 def test_examples_in_docstrings():
@@ -112,3 +121,80 @@ def test_replace_and_select():
 def test_make_case_refuses_unknown_layouts():
     with pytest.raises(ValueError, match="layout must be"):
         make_case(0, layout="diagonal")
+
+
+# ---- close or explained -------------------------------------------------------------------------
+
+TIED = 2e-3  # tolerance: about six entries of the rows below to either side of a cutoff
+
+
+def tied(seed, rule, shifts, gamma=3, vocab=3000, top_p=0.5):
+    """Flat rows under top-p, and what a verifier gives whose cutoffs lie some entries off.
+
+    Draft tokens are the entries around the cutoffs, where membership differs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    edge = torch.linspace(0, 0.2, vocab)
+
+    def rows(count):
+        table = [edge[torch.randperm(vocab, generator=generator)] for _ in range(count)]
+        off = torch.tensor(shifts)[torch.randint(len(shifts), (count,), generator=generator)]
+        cut, near = torch.stack(table), []
+        for row, shift in zip(cut, off.tolist(), strict=True):
+            order = row.argsort(descending=True)
+            probs = row[order].double().softmax(0)
+            kept = int((probs.cumsum(0) - probs < top_p).sum()) + shift
+            row[order[kept:]] = -torch.inf
+            near.append(order[kept - 8 : kept + 8].tolist())
+        return torch.stack(table)[None], cut[None], near
+
+    target, target_cut, near_target = rows(gamma + 1)
+    draft, draft_cut, near_draft = rows(gamma)
+    tokens = []
+    for i in range(gamma):
+        pool = [t for t in near_target[i] + near_draft[i] if draft_cut[0, i, t] > -torch.inf]
+        tokens.append(pool[int(torch.randint(len(pool), (1,), generator=generator))])
+    u = torch.rand(1, gamma + 1, dtype=torch.float64, generator=generator)
+    given = dict(draft_tokens=torch.tensor([tokens]), uniforms=u, rule=rule)
+    outcome = REFERENCE.verify(target_cut, draft_logits=draft_cut, **given)
+    inputs = dict(given, target_logits=target, draft_logits=draft, top_p=torch.tensor([top_p]))
+    return VerifyCase(inputs, f"ties {seed}, {rule}"), VerifyOutcome(*outcome)
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "lenient", "typical"])
+def test_near_ties_of_filters_on_every_row_are_excused(rule):
+    accepted = set()
+    for seed in range(30):
+        case, outcome = tied(seed, rule, range(-5, 6))
+        assert explain_outcome(outcome, case, 0, TIED) == ""
+        accepted.add(int(outcome.num_accepted))
+    assert len(accepted) > 2
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "lenient", "typical"])
+def test_cutoffs_beyond_the_tolerance_are_not_excused(rule):
+    # Sixty entries less or more: 2 % of the mass, ten times the tolerance.
+    reasons = [
+        explain_outcome(outcome, case, 0, TIED)
+        for case, outcome in (tied(seed, rule, [-60, 60]) for seed in range(30))
+    ]
+    assert all(reasons)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_the_search_among_near_ties_is_bounded(rule, monkeypatch):
+    # Wrong on the last row only: every combination of the others leads there.
+    visits = []
+    visit = testing._Checker.visit
+    monkeypatch.setattr(
+        testing._Checker, "visit", lambda *args: (visits.append(0), visit(*args))[1]
+    )
+    case, outcome = tied(0, rule, [0], gamma=5, vocab=500)
+    u = torch.full((1, 6), 0.01, dtype=torch.float64)
+    case = case.replace(uniforms=u, full_accept_probs=True)
+    right = case.run(REFERENCE.verify)
+    assert explain_outcome(right, case, 0, TIED) == "" and len(visits) <= 6
+    wrong = right._replace(logprobs=right.logprobs + 1.0 * (right.tokens.roll(-1, 1) == -1))
+    visits.clear()
+    reason = explain_outcome(wrong, case, 0, TIED)
+    assert "logprobs" in reason and 6 < len(visits) <= testing._MAX_TRIALS
