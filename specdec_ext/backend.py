@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from . import triton
+
 _CPU_LIBRARY = Path(__file__).with_name("_C.so")
 
 
@@ -66,7 +68,7 @@ def absences() -> dict[str, str | None]:
     return {
         "cpu": None,
         "cuda": f"no CUDA kernels in this version{torch_cuda}",
-        "triton": "no Triton kernels in this version",
+        "triton": triton.absence(),
         "reference": None,
     }
 
@@ -86,7 +88,7 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     Returns
     -------
     namespace
-        ``torch.ops.specdec`` or `specdec_ext.reference`.
+        ``torch.ops.specdec``, ``torch.ops.specdec_triton`` or `specdec_ext.reference`.
 
     Raises
     ------
@@ -104,6 +106,10 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
 
         return reference
     reasons = absences()
+    if backend == "triton" and reasons["triton"] is None:
+        if device.type == "cpu" and not triton.is_interpreted():
+            raise ValueError(f"{op}: backend 'triton' needs GPU tensors, got {device}")
+        return torch.ops.specdec_triton
     if backend in reasons:
         raise ValueError(f"{op}: backend {backend!r} is absent: {reasons[backend]}")
     raise ValueError(f"{op}: backend must be one of auto, {', '.join(reasons)}, got {backend!r}")

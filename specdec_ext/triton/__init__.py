@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPERATORS", "absence", "define_operators", "serve_devices"]
+__all__ = ["OPERATORS", "absence", "is_interpreted", "register"]
 
 #: In csrc/library.cpp's order.
 OPERATORS = ("row_law", "sample", "verify", "acceptance", "uniforms")
@@ -32,9 +32,13 @@ def is_interpreted() -> bool:
 
 
 @cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
 def absence() -> str | None:
     """Say why the backend is absent here; None if it is present."""
-    if find_spec("triton") is None:
+    if not _is_installed():
         return "triton is not installed"
     if is_interpreted() or torch.cuda.is_available() or torch.xpu.is_available():
         return None
@@ -58,54 +62,41 @@ def _operator(name: str) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         outputs = prepare(*args, **kwargs)
+        device = args[0].device
+        if not _is_installed():
+            raise RuntimeError(f"{name}: backend 'triton', needed on {device}, is not installed")
+        if device.type == "cpu" and not is_interpreted():
+            raise RuntimeError(f"{name}: backend 'triton' needs GPU tensors, got {device}")
         launcher = getattr(importlib.import_module(f"{__name__}.{name}"), name)
-        with _guard(args[0].device):
-            call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        with _guard(device):
             launcher(outputs, SimpleNamespace(**call))
         return outputs
 
     return run
 
 
-def _interpreted(name: str) -> Callable[..., Any]:
-    """Make the operator for CPU tensors, which only the interpreter serves."""
-    operator = _operator(name)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not is_interpreted():
-            raise ValueError(f"{name}: backend 'triton' on CPU tensors needs TRITON_INTERPRET=1")
-        return operator(*args, **kwargs)
-
-    return run
+_kept: list[Any] = []  # registrations go away with their library
 
 
-def define_operators(fakes: dict[str, Callable[..., Any]]) -> list[Any]:
-    """Define ``torch.ops.specdec_triton``, the schemas of ``specdec`` under another name.
+def register(fakes: dict[str, Any]) -> None:
+    """Define the operators of ``torch.ops.specdec_triton``: those of ``specdec``, by their schemas.
 
-    Returns what must be kept for the operators to stay.
+    Those of ``specdec`` itself get the same kernels on devices that have none. The libraries of the
+    extension must have been loaded.
     """
     library: Any = torch.library  # its functions are not annotated
-    namespace = library.Library("specdec_triton", "DEF")
+    own = library.Library("specdec_triton", "DEF")
+    shared = library.Library("specdec", "FRAGMENT")
+    _kept.extend((own, shared))
     for name in OPERATORS:
+        operator = _operator(name)
         schema = str(getattr(torch.ops.specdec, name).default._schema)
-        namespace.define(schema.removeprefix("specdec::"))
-        namespace.impl(name, _interpreted(name), "CPU")
-        for device in DEVICES:
-            namespace.impl(name, _operator(name), device)
-        namespace.impl(name, library.fallthrough_kernel, "Autograd")
+        own.define(schema.removeprefix("specdec::"))
+        for key in ("CPU", *DEVICES):
+            own.impl(name, operator, key)
+        own.impl(name, library.fallthrough_kernel, "Autograd")
         library.register_fake(f"specdec_triton::{name}", fakes[name])
-    return [namespace]
-
-
-def serve_devices() -> list[Any]:
-    """Register the operators of ``specdec`` for devices that the extension has no kernels for.
-
-    Returns what must be kept for the operators to stay.
-    """
-    library: Any = torch.library
-    fragment = library.Library("specdec", "FRAGMENT")
-    for name in OPERATORS:
-        for device in DEVICES:
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec::{name}", device):
-                fragment.impl(name, _operator(name), device)
-    return [fragment]
+        for key in DEVICES:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec::{name}", key):
+                shared.impl(name, operator, key)

@@ -9,7 +9,7 @@ one down to which the maxima alone hold top_p of the mass, or min-p's cutoff its
 floor to the row's list and sums the masses that top-p compares with.
 `filtered_law`, inside `finish_laws`, selects in that list. Where it does not fit (flat rows), it
 selects in the row itself: exact all the same, but a pass over the row by one program for each of
-the 8 digits of a key, per filter.
+the 16 digits of a key, per filter.
 
 Traffic beside `law_pass`: 2 or 4 bytes an entry, 4 bytes a group, 8 KiB a row for the list.
 Numerics: counts, and masses in 2^-40 fixed point, are exact integers, and so is z of a filtered
@@ -41,9 +41,14 @@ from .laws import (
 #: Logits that a row's list holds.
 MAX_CANDIDATES = tl.constexpr(2048)
 
-#: Bits of a key that one step of a selection finds, keys being compared with so many pivots.
-DIGIT_BITS = tl.constexpr(4)
-PIVOTS = tl.constexpr(16)
+#: Bits of a key that one step of a selection finds, keys being compared with so many pivots. Few
+#: keep a step in registers; the interpreter is faster with few steps.
+DIGIT_BITS = tl.constexpr(8 if triton.knobs.runtime.interpret else 2)
+PIVOTS = tl.constexpr(1 << DIGIT_BITS.value)
+LEVELS = tl.constexpr(32 // DIGIT_BITS.value)
+
+#: Logits that one step of a selection in a row takes: each meets every pivot.
+SELECT_BLOCK = tl.constexpr(1024)
 
 #: The key of -inf: the lowest key of a logit.
 LOWEST_KEY = tl.constexpr(0x007FFFFF)
@@ -73,57 +78,90 @@ def order_key(x):
 
 @triton.jit
 def key_value(key):
-    """Float of a key (a scalar)."""
-    bits = key.to(tl.int32, bitcast=True)
+    """Float of a key (a scalar), at least -inf: where all weights together stay below a bound."""
+    bits = tl.maximum(key, LOWEST_KEY).to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, -2147483648, -1)
     return (bits ^ flipped).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def select(
-    source, entries, bound, reference, scale, threshold, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Find the largest logit at or above which the weights reach `bound` (uint64), at least -inf.
-
-    Weights are counts, or the masses of `weights_of`. A digit of the key at a time, over a row or
-    a list of `entries` logits.
-    """
-    digits = tl.arange(0, PIVOTS).to(tl.uint32)
-    key = tl.full([], 0, tl.uint32)
-    for level in range(0, 32 // DIGIT_BITS):
-        shift = 32 - DIGIT_BITS * (level + 1)
-        pivots = key | (digits << shift)
-        reached = tl.zeros([PIVOTS], tl.uint64)
-        for start in range(0, entries, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            x = tl.load(source + offsets, mask=offsets < entries, other=-INFINITY).to(tl.float32)
-            above = order_key(x)[None, :] >= pivots[:, None]
-            if WEIGHTED:
-                masses = masses_of(weights_of(x, reference, scale, threshold))
-                reached += tl.sum(tl.where(above, masses[None, :], 0), 1)
-            else:
-                reached += tl.sum(above.to(tl.int32), 1).to(tl.uint64)
-        digit = tl.max(tl.where(reached >= bound, digits, 0), 0)
-        key = key | (digit << shift)
-    return key_value(tl.maximum(key, LOWEST_KEY))
+def pivots_of(key, level):
+    """Keys that one more digit may give, and how far up that digit is."""
+    shift = 32 - DIGIT_BITS * (level + 1)
+    return key | (tl.arange(0, PIVOTS).to(tl.uint32) << shift), shift
 
 
 @triton.jit
-def kept_mass(
+def descend(key, shift, reached, bound):
+    """Choose the largest digit at or above whose pivot the weights reach the bound."""
+    digits = tl.arange(0, PIVOTS).to(tl.uint32)
+    return key | (tl.max(tl.where(reached >= bound, digits, 0), 0) << shift)
+
+
+@triton.jit
+def weights_reaching(keys, weights, pivots):
+    """Sum the weights at or above each pivot."""
+    above = keys[None, :] >= pivots[:, None]
+    return tl.sum(tl.where(above, weights[None, :], 0), 1)
+
+
+@triton.jit
+def select_in_list(keys, weights, bound):
+    """Find the largest logit at or above which the weights of a vector reach `bound`, uint64."""
+    key = tl.full([], 0, tl.uint32)
+    for level in range(0, LEVELS):
+        pivots, shift = pivots_of(key, level)
+        key = descend(key, shift, weights_reaching(keys, weights, pivots), bound)
+    return key_value(key)
+
+
+@triton.jit
+def load_block(source, entries, start, BLOCK: tl.constexpr):
+    """Load the entries of a row or list from `start`, -inf after its end; also which exist."""
+    offsets = start + tl.arange(0, BLOCK)
+    inside = offsets < entries
+    return tl.load(source + offsets, mask=inside, other=-INFINITY).to(tl.float32), inside
+
+
+@triton.jit
+def select_in_row(
+    source, entries, bound, reference, scale, threshold, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Do what `select_in_list` does over memory, LEVELS times; weights are counts or masses."""
+    key = tl.full([], 0, tl.uint32)
+    for level in range(0, LEVELS):
+        pivots, shift = pivots_of(key, level)
+        reached = tl.zeros([PIVOTS], tl.uint64)
+        for start in range(0, entries, BLOCK):
+            x, inside = load_block(source, entries, start, BLOCK)
+            if WEIGHTED:
+                weights = masses_of(weights_of(x, reference, scale, threshold))
+            else:
+                weights = inside.to(tl.uint64)
+            reached += weights_reaching(order_key(x), weights, pivots)
+        key = descend(key, shift, reached, bound)
+    return key_value(key)
+
+
+@triton.jit
+def spread_of(x, weights, reference, scale):
+    """-w log w of weights w."""
+    return weights * tl.where(weights > 0.0, (reference - x) * scale.to(tl.float32), 0.0)
+
+
+@triton.jit
+def mass_in_row(
     source, entries, reference, scale, threshold, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Mass of what reaches a threshold, and with ENTROPY that of -w log w, in fixed point."""
-    slope = scale.to(tl.float32)
     total = tl.full([], 0, tl.uint64)
     spread = tl.full([], 0, tl.uint64)
     for start in range(0, entries, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        x = tl.load(source + offsets, mask=offsets < entries, other=-INFINITY).to(tl.float32)
+        x, _ = load_block(source, entries, start, BLOCK)
         weights = weights_of(x, reference, scale, threshold)
         total += tl.sum(masses_of(weights), 0)
         if ENTROPY:
-            exponents = tl.where(weights > 0.0, (reference - x) * slope, 0.0)
-            spread += tl.sum(masses_of(weights * exponents), 0)
+            spread += tl.sum(masses_of(spread_of(x, weights, reference, scale)), 0)
     return total, spread
 
 
@@ -163,13 +201,13 @@ def floor_of(group_max, groups, filters, top, scale, z, BLOCK: tl.constexpr):
     if filters.top_k > 0:
         if filters.top_k <= groups:
             bound = filters.top_k.to(tl.uint64)
-            floor = select(group_max, groups, bound, top, scale, threshold, False, BLOCK)
+            floor = select_in_row(group_max, groups, bound, top, scale, threshold, False, BLOCK)
     elif filters.top_p < 1.0:
         # A hair more than top_p of the mass, because z is a rounded sum.
         bound = (filters.top_p * z * (ONE_MASS * 1.0001)).to(tl.uint64) + 1
-        total, _ = kept_mass(group_max, groups, top, scale, threshold, False, BLOCK)
+        total, _ = mass_in_row(group_max, groups, top, scale, threshold, False, BLOCK)
         if total >= bound:
-            floor = select(group_max, groups, bound, top, scale, threshold, True, BLOCK)
+            floor = select_in_row(group_max, groups, bound, top, scale, threshold, True, BLOCK)
     else:
         floor = min_p_cutoff(top, filters)
     return floor
@@ -187,7 +225,8 @@ def find_floor(batch, summaries, work, of, row, tiles, TILE: tl.constexpr):
             z, _ = combined_sum(summaries, row, tiles, top, scale, NOTHING)
             groups = tiles * (TILE // GROUP)
             group_max = summaries.group_max + row * groups
-            floor = floor_of(group_max, groups, filters, top, scale, z, TILE)
+            BLOCK: tl.constexpr = min(TILE, SELECT_BLOCK)
+            floor = floor_of(group_max, groups, filters, top, scale, z, BLOCK)
             tl.store(work.floors + row, floor)
             tl.store(work.counts + row, 0)
 
@@ -274,40 +313,69 @@ def row_mass(masses, row, tiles):
 
 
 @triton.jit
-def narrow(source, entries, total, filters, top, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """Cutoff, z and entropy numerator from a list, or a row, that holds all that may be kept."""
+def narrow_list(
+    source, entries, total, filters, top, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Cutoff, mass and entropy mass from a list, in registers, of all that may be kept."""
+    x, inside = load_block(source, entries, 0, BLOCK)
+    keys = order_key(x)
+    cutoff = tl.full([], -INFINITY, tl.float32)
+    if filters.top_k > 0:
+        cutoff = select_in_list(keys, inside.to(tl.uint64), filters.top_k.to(tl.uint64))
+    if filters.top_p < 1.0:
+        masses = masses_of(weights_of(x, top, scale, support_threshold(cutoff, top, scale)))
+        if filters.top_k > 0:
+            total = tl.sum(masses, 0)
+        found = select_in_list(keys, masses, top_p_bound(filters.top_p, total))
+        cutoff = tl.maximum(cutoff, found)
+    if filters.min_p > 0.0:
+        cutoff = tl.maximum(cutoff, min_p_cutoff(top, filters))
+    weights = weights_of(x, top, scale, support_threshold(cutoff, top, scale))
+    spread = tl.full([], 0, tl.uint64)
+    if ENTROPY:
+        spread = tl.sum(masses_of(spread_of(x, weights, top, scale)), 0)
+    return cutoff, tl.sum(masses_of(weights), 0), spread
+
+
+@triton.jit
+def narrow_row(
+    source, entries, total, filters, top, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Cutoff, mass and entropy mass from the row itself, read again and again."""
     cutoff = tl.full([], -INFINITY, tl.float32)
     threshold = support_threshold(cutoff, top, scale)
     if filters.top_k > 0:
         bound = filters.top_k.to(tl.uint64)
-        cutoff = select(source, entries, bound, top, scale, threshold, False, BLOCK)
+        cutoff = select_in_row(source, entries, bound, top, scale, threshold, False, BLOCK)
         threshold = support_threshold(cutoff, top, scale)
     if filters.top_p < 1.0:
         if filters.top_k > 0:
-            total, _ = kept_mass(source, entries, top, scale, threshold, False, BLOCK)
+            total, _ = mass_in_row(source, entries, top, scale, threshold, False, BLOCK)
         bound = top_p_bound(filters.top_p, total)
-        found = select(source, entries, bound, top, scale, threshold, True, BLOCK)
+        found = select_in_row(source, entries, bound, top, scale, threshold, True, BLOCK)
         cutoff = tl.maximum(cutoff, found)
     if filters.min_p > 0.0:
         cutoff = tl.maximum(cutoff, min_p_cutoff(top, filters))
     threshold = support_threshold(cutoff, top, scale)
-    kept, spread = kept_mass(source, entries, top, scale, threshold, ENTROPY, BLOCK)
-    return cutoff, kept.to(tl.float64) / ONE_MASS, -(spread.to(tl.float64) / ONE_MASS)
+    kept, spread = mass_in_row(source, entries, top, scale, threshold, ENTROPY, BLOCK)
+    return cutoff, kept, spread
 
 
 @triton.jit
 def filtered_law(
     work, base, entries, filters, top, scale, row, tiles,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Cutoff, z and entropy numerator of a row with filters, T > 0."""
+    LIST: tl.constexpr = min(TILE, MAX_CANDIDATES)
+    BLOCK: tl.constexpr = min(TILE, SELECT_BLOCK)
     total = tl.full([], 0, tl.uint64)
     if needs_row_mass(filters):
         total = row_mass(work.masses, row, tiles)
     count = tl.load(work.counts + row)
-    if count <= MAX_CANDIDATES:
-        candidates = work.candidates + row * MAX_CANDIDATES
-        cutoff, z, spread = narrow(candidates, count, total, filters, top, scale, ENTROPY, BLOCK)
+    if count <= LIST:
+        found = work.candidates + row * MAX_CANDIDATES
+        cutoff, kept, spread = narrow_list(found, count, total, filters, top, scale, ENTROPY, LIST)
     else:
-        cutoff, z, spread = narrow(base, entries, total, filters, top, scale, ENTROPY, BLOCK)
-    return cutoff, z, spread
+        cutoff, kept, spread = narrow_row(base, entries, total, filters, top, scale, ENTROPY, BLOCK)
+    return cutoff, kept.to(tl.float64) / ONE_MASS, -(spread.to(tl.float64) / ONE_MASS)

@@ -18,6 +18,7 @@ from .laws import (
     INFINITY,
     filters_at,
     is_greedy,
+    is_greedy_at,
     load_tile,
     row_at,
     support_threshold,
@@ -64,7 +65,7 @@ def is_wanted(batch, b, s):
         length = tl.load(batch.lengths + b * batch.lengths_stride).to(tl.int64)
         wanted = s <= tl.maximum(length, 0)
     if batch.target is not None:
-        wanted = wanted & (is_greedy(filters_at(batch.target, b, batch.rows.vocab)) == 0)
+        wanted = wanted & (is_greedy_at(batch.target, b) == 0)
     return wanted
 
 

@@ -163,6 +163,18 @@ def is_greedy(filters):
 
 
 @triton.jit
+def is_greedy_at(sampling, b):
+    """Whether request b is at T = 0."""
+    greedy = b >= 0
+    if sampling.greedy is None:
+        greedy = b < 0
+        if sampling.temperature is not None:
+            given = tl.load(sampling.temperature + b * sampling.temperature_stride).to(tl.float64)
+            greedy = (given >= 0.0) & (given < GREEDY_TEMPERATURE)
+    return greedy
+
+
+@triton.jit
 def has_filter(filters):
     """Whether anything but the temperature shapes the law."""
     return (filters.top_k > 0) | (filters.top_p < 1.0) | (filters.min_p > 0.0)
