@@ -95,18 +95,18 @@ def acceptance(output: Tensor, call: SimpleNamespace) -> None:
     own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
     theirs = draft_sampling_of(call)
     laws = compute_laws(tiles, batch_of(target, own), rows, batch_of(draft, theirs), rows)
-    sums = laws.new_empty((rows, tiles.count))
+    sums = laws.new_empty((rows, tiles.number))
     splits = tiles.splits(rows)
     launch(
         sum_overlaps,
         rows * splits,
-        *(target, draft, laws, sums, rows, tiles.count, splits),
+        *(target, draft, laws, sums, rows, tiles.number, splits),
         TILE=tiles.size,
         num_warps=8,
     )
     launch(
         write_acceptance,
         rows,
-        *(target, draft, own, theirs, laws, sums, output, rows, tiles.count),
+        *(target, draft, own, theirs, laws, sums, output, rows, tiles.number),
         num_warps=2,
     )

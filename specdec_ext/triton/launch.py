@@ -36,11 +36,11 @@ class Tiling(NamedTuple):
     """How a call cuts its vocabulary."""
 
     size: int
-    count: int
+    number: int
 
     def splits(self, rows: int) -> int:
         """Give the number of programs that share a row."""
-        return max(1, min(self.count, PROGRAMS // max(rows, 1)))
+        return max(1, min(self.number, PROGRAMS // max(rows, 1)))
 
 
 def tiling(*vocabularies: int) -> Tiling:
@@ -65,7 +65,8 @@ def launch(kernel: Any, programs: int, *args: Any, num_warps: int = 4, **meta: A
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-def _stride(tensor: Tensor | None, dim: int = 0) -> int:
+def stride_of(tensor: Tensor | None, dim: int = 0) -> int:
+    """Give a stride in elements, 0 of what is not there."""
     return tensor.stride(dim) if tensor is not None else 0
 
 
@@ -81,8 +82,8 @@ def rows_of(tensor: Tensor, index: Tensor | None = None, *, linear: bool = False
         tensor.stride(1) if dense else 0,
         1 if linear else None,
         index,
-        _stride(index),
-        _stride(index, 1),
+        stride_of(index),
+        stride_of(index, 1),
         tensor.shape[0],
     )
 
@@ -97,7 +98,7 @@ def sampling_of(
 ) -> Sampling:
     """Describe sampling parameters, [B] each."""
     given = (temperature, top_k, top_p, min_p)
-    flat = [part for tensor in given for part in (tensor, _stride(tensor))]
+    flat = [part for tensor in given for part in (tensor, stride_of(tensor))]
     return Sampling(1 if greedy else None, *flat)
 
 
@@ -116,12 +117,12 @@ def coins_of(
     two = uniforms is not None and uniforms.dim() == 2
     return Coins(
         uniforms,
-        _stride(uniforms),
-        _stride(uniforms, 1) if two else 0,
+        stride_of(uniforms),
+        stride_of(uniforms, 1) if two else 0,
         seeds,
-        _stride(seeds),
+        stride_of(seeds),
         positions,
-        _stride(positions),
+        stride_of(positions),
         stream,
     )
 
@@ -134,8 +135,9 @@ def batch_of(
     target: Sampling | None = None,
 ) -> Batch:
     """Describe rows, their parameters, the tokens [B, n] drafted at them, and which rows matter."""
-    places = (None, 0, 0, 0) if tokens is None else (tokens, *tokens.stride(), tokens.shape[1])
-    return Batch(rows, sampling, *places, lengths, _stride(lengths), target)
+    number = 0 if tokens is None else tokens.shape[1]
+    strides = (stride_of(tokens), stride_of(tokens, 1))
+    return Batch(rows, sampling, tokens, *strides, number, lengths, stride_of(lengths), target)
 
 
 def has_filters(sampling: Sampling) -> bool:
@@ -161,21 +163,21 @@ def compute_laws(
     rows = first_rows + second_rows
     second = second if second_rows > 0 else None
     new = first.rows.data.new_empty
-    per_tile = (rows, tiles.count)
+    per_tile = (rows, tiles.number)
     filters = has_filters(first.sampling) or (second is not None and has_filters(second.sampling))
     groups = tiles.size // GROUP.value
     summaries = Summaries(
         new(per_tile, dtype=torch.float32),
         new(per_tile, dtype=torch.float64),
         new(per_tile, dtype=torch.float64) if extra.value != NOTHING.value else None,
-        new((rows, tiles.count, groups), dtype=torch.float32) if filters else None,
+        new((rows, tiles.number, groups), dtype=torch.float32) if filters else None,
     )
     splits = tiles.splits(rows)
     passes = dict(TILE=tiles.size, num_warps=8)
     launch(
         law_pass,
         rows * splits,
-        *(first, second, summaries, first_rows, tiles.count, splits),
+        *(first, second, summaries, first_rows, tiles.number, splits),
         EXTRA=extra.value,
         **passes,
     )
@@ -187,18 +189,20 @@ def compute_laws(
             new((rows, MAX_CANDIDATES.value), dtype=torch.float32),
             new(per_tile, dtype=torch.int64),
         )
-        launch(find_floors, rows, first, second, summaries, work, first_rows, tiles.count, **passes)
+        launch(
+            find_floors, rows, first, second, summaries, work, first_rows, tiles.number, **passes
+        )
         launch(
             collect,
             rows * splits,
-            *(first, second, summaries, work, first_rows, tiles.count, splits),
+            *(first, second, summaries, work, first_rows, tiles.number, splits),
             **passes,
         )
-    laws = new((rows, LAW_FIELDS.value), dtype=torch.float64)
+    laws: Tensor = new((rows, LAW_FIELDS.value), dtype=torch.float64)
     launch(
         finish_laws,
         rows,
-        *(first, second, summaries, work, laws, first_rows, tiles.count),
+        *(first, second, summaries, work, laws, first_rows, tiles.number),
         EXTRA=extra.value,
         WANT_ARGMAX=want_argmax,
         **passes,

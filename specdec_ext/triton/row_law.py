@@ -18,7 +18,7 @@ from .laws import INFINITY, NO_LAW, POINT_MASS, filters_at, load_law
 
 @triton.jit
 def write_row_laws(sampling, laws, top, scale, cutoff, log_z, argmax, vocab):
-    """Write a row's scalars: NaN and -1 without a law or with a parameter out of range."""
+    """Write scalars: NaN and -1 without a law or with a parameter out of range. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     law = load_law(laws, row)
     usable = (law.kind != NO_LAW) & (filters_at(sampling, row, vocab).out_of_range == 0)

@@ -76,19 +76,19 @@ def sample(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> None:
     sampling = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
     coins = coins_of(call.uniforms, call.seeds, call.positions, call.stream)
     laws = compute_laws(tiles, batch_of(rows, sampling), batch)
-    sums = call.logits.new_empty((batch, tiles.count), dtype=torch.int64)
+    sums = call.logits.new_empty((batch, tiles.number), dtype=torch.int64)
     splits = tiles.splits(batch)
     launch(
         sum_sampled,
         batch * splits,
-        *(rows, laws, sums, tiles.count, splits),
+        *(rows, laws, sums, tiles.number, splits),
         TILE=tiles.size,
         num_warps=8,
     )
     launch(
         draw_sampled,
         batch,
-        *(rows, sampling, coins, laws, sums, *outputs, call.draft_index, call.domain, tiles.count),
+        *(rows, sampling, coins, laws, sums, *outputs, call.draft_index, call.domain, tiles.number),
         TILE=tiles.size,
         num_warps=8,
     )

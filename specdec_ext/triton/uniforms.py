@@ -22,7 +22,7 @@ def write_uniforms(
     seeds, seeds_stride, positions, positions_stride, uniforms, slots, n, stream,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of the uniforms [B, n], flattened to `slots`."""
+    """Write the uniforms [B, n], flattened to `slots`. Grid: blocks of them."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < slots
     b = place // n

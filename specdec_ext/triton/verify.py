@@ -39,6 +39,7 @@ from .launch import (
     launch,
     rows_of,
     sampling_of,
+    stride_of,
     tiling,
 )
 from .law_pass import ENTROPY, NOTHING, RANK, Batch, summed
@@ -190,7 +191,7 @@ def _decide_block(
         new((batch, gamma + 1), dtype=torch.float64),
         new((batch, gamma), dtype=torch.int8),
         new(batch, dtype=torch.int32),
-        new((batch, gamma + 1, tiles.count), dtype=torch.float64),
+        new((batch, gamma + 1, tiles.number), dtype=torch.float64),
     )
     launch(flow_down, batch, chain, laws, flow, outputs, vocab, gamma, num_warps=1)
     nodes = batch * max(gamma - 1, 0) if draft is not None else 0
@@ -198,11 +199,11 @@ def _decide_block(
     launch(
         node_masses,
         nodes * splits,
-        *(target.rows, draft and draft.rows, laws, flow, gamma, tiles.count, splits),
+        *(target.rows, draft and draft.rows, laws, flow, gamma, tiles.number, splits),
         TILE=tiles.size,
         num_warps=8,
     )
-    launch(decide_block, batch, chain, laws, flow, outputs, vocab, gamma, tiles.count, num_warps=4)
+    launch(decide_block, batch, chain, laws, flow, outputs, vocab, gamma, tiles.number, num_warps=4)
 
 
 def _decide_stepwise(
@@ -222,17 +223,17 @@ def _decide_stepwise(
 def _draw(shape: _Shape, target: Batch, draft: Batch | None, laws: Laws, outputs: Outputs) -> None:
     batch, gamma, _, tiles = shape
     sources = (target.rows, draft and draft.rows, laws, outputs.tasks)
-    masses = laws.target.new_empty((batch, tiles.count))
-    sums = laws.target.new_empty((batch, tiles.count), dtype=torch.int64)
+    masses = laws.target.new_empty((batch, tiles.number))
+    sums = laws.target.new_empty((batch, tiles.number), dtype=torch.int64)
     splits = tiles.splits(batch)
     tile = dict(TILE=tiles.size, num_warps=8)
     grid = batch * splits
-    launch(weigh_residuals, grid, *sources, masses, gamma, tiles.count, splits, **tile)
-    launch(sum_draws, grid, *sources, masses, sums, gamma, tiles.count, splits, **tile)
+    launch(weigh_residuals, grid, *sources, masses, gamma, tiles.number, splits, **tile)
+    launch(sum_draws, grid, *sources, masses, sums, gamma, tiles.number, splits, **tile)
     launch(
         draw_last_tokens,
         batch,
-        *(*sources, masses, sums, outputs.tokens, outputs.logprobs, gamma, tiles.count),
+        *(*sources, masses, sums, outputs.tokens, outputs.logprobs, gamma, tiles.number),
         **tile,
     )
 
@@ -256,12 +257,14 @@ def _chain_of(call: SimpleNamespace, vocab: int) -> Chain:
     own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
     return Chain(
         tokens,
-        *tokens.stride(),
+        tokens.stride(0),
+        tokens.stride(1),
         kinds,
-        *((0, 0) if kinds is None else kinds.stride()),
+        stride_of(kinds),
+        stride_of(kinds, 1),
         None if draft is None else 1,
         lengths,
-        0 if lengths is None else lengths.stride(0),
+        stride_of(lengths),
         vocab if draft is None else max(vocab, draft.shape[-1]),
         own,
         draft_sampling_of(call) if call.draft_logits is not None else None,
@@ -282,7 +285,7 @@ def _batches(call: SimpleNamespace, chain: Chain) -> tuple[Batch, Batch | None]:
     return target, batch_of(rows, chain.draft or sampling_of(), *drafted, chain.target)
 
 
-def verify(results: tuple[Tensor, ...], call: SimpleNamespace) -> None:
+def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleNamespace) -> None:
     """Fill the outputs of `specdec_ext.verify`."""
     batch, gamma = call.draft_tokens.shape
     vocab = call.target_logits.shape[-1]
