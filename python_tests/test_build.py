@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,6 @@ def test_backend_is_resolved():
     [
         ("cpu", "cuda", "verify: backend 'cpu' needs CPU tensors, got cuda"),
         ("cuda", "cpu", "verify: backend 'cuda' is absent: no CUDA kernels"),
-        ("triton", "cpu", "verify: backend 'triton' is absent: no Triton kernels"),
         (
             "gpu",
             "cpu",
@@ -183,7 +183,7 @@ def test_info_command():
     assert info["cpu variants"].split(", ") == VARIANTS
     assert info["backend cpu"] == info["backend reference"] == "present"
     assert info["backend cuda"].startswith("absent: no CUDA kernels in this version")
-    assert info["backend triton"] == "absent: no Triton kernels in this version"
+    assert info["backend triton"].startswith("present" if find_spec("triton") else "absent")
 
 
 # ---- wheel and gate ------------------------------------------------------------------------------

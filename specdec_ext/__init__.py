@@ -13,7 +13,10 @@ from .backend import load_libraries
 
 load_libraries()
 
-from . import _fake as _fake  # noqa: E402
+from . import _fake, triton  # noqa: E402
+
+triton.register(_fake.FAKES)
+
 from .ops import (  # noqa: E402
     STATUS_INVALID_DRAFT_TOKEN,
     STATUS_INVALID_TREE,

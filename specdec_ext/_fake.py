@@ -118,14 +118,17 @@ def _uniforms(seeds: Tensor, positions: Tensor, n: int, *, stream: int = 0) -> T
     return seeds.new_empty((seeds.shape[0], n), dtype=torch.float64)
 
 
-_library: Any = torch.library  # its functions are not annotated
-_fragment = _library.Library("specdec", "FRAGMENT")  # kept: registrations go away with the object
-for _name, _shapes in {
+FAKES = {
     "row_law": _row_law,
     "sample": _sample,
     "verify": _verify,
     "acceptance": _acceptance,
     "uniforms": _uniforms,
-}.items():
+}
+
+_library: Any = torch.library  # its functions are not annotated
+_fragment = _library.Library("specdec", "FRAGMENT")  # kept: registrations go away with the object
+for _name, _shapes in FAKES.items():
     _library.register_fake(f"specdec::{_name}", _shapes)
-    _fragment.impl(_name, _library.fallthrough_kernel, "Autograd")
+    for _operator in (_name, f"_prepare_{_name}"):
+        _fragment.impl(_operator, _library.fallthrough_kernel, "Autograd")

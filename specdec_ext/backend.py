@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from . import triton
+
 _CPU_LIBRARY = Path(__file__).with_name("_C.so")
 _CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.so")
 _cuda_load_error: str | None = None
@@ -103,14 +105,27 @@ class _Backend:
 
     absence: Callable[[], str | None]  # why it is not here, None if it is
     operators: Callable[[], Any]  # the namespace that holds them
-    device: str | None  # the type of device that it serves, None: any
+    serves: Callable[[torch.device], bool]
+    wants: str  # what it serves, for the message
 
 
 _BACKENDS = {
-    "cpu": _Backend(lambda: None, lambda: torch.ops.specdec, "cpu"),
-    "cuda": _Backend(_cuda_absence, lambda: torch.ops.specdec, "cuda"),
-    "triton": _Backend(lambda: "no Triton kernels in this version", lambda: None, None),
-    "reference": _Backend(lambda: None, _reference, None),
+    "cpu": _Backend(
+        lambda: None, lambda: torch.ops.specdec, lambda device: device.type == "cpu", "CPU tensors"
+    ),
+    "cuda": _Backend(
+        _cuda_absence,
+        lambda: torch.ops.specdec,
+        lambda device: device.type == "cuda",
+        "CUDA tensors",
+    ),
+    "triton": _Backend(
+        triton.absence,
+        lambda: torch.ops.specdec_triton,
+        lambda device: device.type != "cpu" or triton.is_interpreted(),
+        "GPU tensors",
+    ),
+    "reference": _Backend(lambda: None, _reference, lambda device: True, "tensors"),
 }
 
 
@@ -135,7 +150,7 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     Returns
     -------
     namespace
-        ``torch.ops.specdec`` or a module with functions of the same names.
+        ``torch.ops.specdec``, ``torch.ops.specdec_triton`` or `specdec_ext.reference`.
 
     Raises
     ------
@@ -151,8 +166,6 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     if reason is not None:
         raise ValueError(f"{op}: backend {backend!r} is absent: {reason}")
     chosen = _BACKENDS[backend]
-    if chosen.device not in (None, device.type):
-        raise ValueError(
-            f"{op}: backend {backend!r} needs {chosen.device.upper()} tensors, got {device}"
-        )
+    if not chosen.serves(device):
+        raise ValueError(f"{op}: backend {backend!r} needs {chosen.wants}, got {device}")
     return chosen.operators()

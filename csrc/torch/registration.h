@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <string>
 #include <utility>
 
 #include "arguments.h"
@@ -35,12 +36,14 @@ struct Operator<Check, Run> {
 
 // Backend::verify(const VerifyCall&) and so on enqueue or run the kernels.
 template <typename Backend>
-void implement_operators(torch::stable::detail::StableLibrary& m) {
-  m.impl("row_law", TORCH_BOX((&Operator<check_row_law, Backend::row_law>::run)));
-  m.impl("sample", TORCH_BOX((&Operator<check_sample, Backend::sample>::run)));
-  m.impl("verify", TORCH_BOX((&Operator<check_verify, Backend::verify>::run)));
-  m.impl("acceptance", TORCH_BOX((&Operator<check_acceptance, Backend::acceptance>::run)));
-  m.impl("uniforms", TORCH_BOX((&Operator<check_uniforms, Backend::uniforms>::run)));
+void implement_operators(torch::stable::detail::StableLibrary& m, const std::string& prefix = "") {
+  const auto name = [&](const char* op) { return prefix + op; };
+  m.impl(name("row_law").c_str(), TORCH_BOX((&Operator<check_row_law, Backend::row_law>::run)));
+  m.impl(name("sample").c_str(), TORCH_BOX((&Operator<check_sample, Backend::sample>::run)));
+  m.impl(name("verify").c_str(), TORCH_BOX((&Operator<check_verify, Backend::verify>::run)));
+  m.impl(name("acceptance").c_str(),
+         TORCH_BOX((&Operator<check_acceptance, Backend::acceptance>::run)));
+  m.impl(name("uniforms").c_str(), TORCH_BOX((&Operator<check_uniforms, Backend::uniforms>::run)));
 }
 
 }  // namespace specdec

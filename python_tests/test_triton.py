@@ -1,0 +1,411 @@
+"""The Triton backend, written for its interpreter: few requests, every rule and option.
+
+What other files say about all backends it joins by conftest's INTERPRETED, on a GPU as a whole.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import CPU, REFERENCE, TRITON, f64
+from test_parity import RULES, VARIANTS
+
+import specdec_ext
+from specdec_ext import _fake, ops
+from specdec_ext.testing import (
+    assert_tokens_match,
+    exact_law,
+    make_case,
+    toy_models,
+)
+
+if not find_spec("triton"):
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from test_philox import KNOWN_ANSWERS
+
+from specdec_ext.triton.laws import LAW_FIELDS
+from specdec_ext.triton.philox import philox4x32_10
+
+OPERATORS = torch.ops.specdec_triton
+
+
+def same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def compare(case):
+    """Equal to the reference, or excused, which is rare; and equal in everything to itself."""
+    excused = assert_tokens_match(
+        TRITON.run(case), REFERENCE.run(case), case, tolerance=TRITON.tolerance
+    )
+    assert excused == 0
+
+
+# ---- parity -------------------------------------------------------------------------------------
+
+# Every variant with two rules, every rule with a third of the variants.
+PAIRS = [
+    (variant, RULES[(turn + half) % 6]) for turn, variant in enumerate(VARIANTS) for half in (0, 3)
+]
+
+
+@pytest.mark.parametrize("variant, rule", PAIRS)
+def test_verify(variant, rule):
+    compare(make_case(31, rule=rule, **{"batch": 4, **VARIANTS[variant]}))
+
+
+OPTIONS = [
+    dict(rule="lenient", lenience=0.3),
+    dict(rule="lenient", lenience=0.1, full_accept_probs=True),
+    dict(rule="top_beta", beta=1),
+    dict(rule="top_beta", beta=2, tau=0.1),
+    dict(rule="top_beta", beta=17, tau=50.0, full_accept_probs=True),
+    dict(rule="top_beta", tau=0.0),
+    dict(rule="typical", epsilon=0.3, delta=0.9),
+    dict(rule="typical", epsilon=5.0, delta=0.2),
+    dict(rule="typical", delta=9.0, full_accept_probs=True, raw_logprobs=True),
+    dict(rule="token", full_accept_probs=True, draft_filters=True),
+    dict(rule="block", full_accept_probs=True, raw_logprobs=True, draft="probs"),
+    dict(rule="greedy", full_accept_probs=True, raw_logprobs=True),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(options):
+    compare(make_case(32, batch=5, **options))
+
+
+def test_more_columns_than_a_step_takes():
+    # 16 columns are looked at together: drafts of 15, 16 and 40 end, or go on, at a border.
+    for gamma, rule in ((15, "token"), (16, "block"), (40, "block"), (33, "lenient")):
+        case = make_case(
+            33, batch=2, gamma=gamma, rule=rule, vocab=4,
+            filters=False, masks=False, ragged=False, greedy_rows=False,
+        )  # fmt: skip
+        # The draft is the target: all is accepted, or all up to a token far down.
+        target = case.inputs["target_logits"]
+        draft = target[:, :gamma].clone()
+        tokens = target[:, :gamma].argmax(2)
+        draft[1, gamma - 2] = torch.where(torch.arange(4) == tokens[1, gamma - 2], 9.0, -9.0)
+        target[1, gamma - 2, tokens[1, gamma - 2]] = -9.0
+        changed = case.replace(draft_logits=draft, draft_tokens=tokens)
+        result = TRITON.run(changed)
+        assert result.num_accepted.tolist() == [gamma, gamma - 2]
+        assert assert_tokens_match(result, REFERENCE.run(changed), changed) == 0
+
+
+@pytest.mark.parametrize("rule", ["block", "typical"])
+def test_rows_that_overflow_their_lists(rule):
+    # Thousands of logits within a hair of each other: selections go through the row itself.
+    case = make_case(34, batch=3, gamma=1, vocab=5000, rule=rule, ragged=False, masks=False)
+    flat = {k: v * 1e-3 for k, v in case.inputs.items() if k in ("target_logits", "draft_logits")}
+    params = dict(
+        temperature=torch.tensor([1.0, 0.7, 1.3]),
+        top_k=torch.tensor([3000, 0, 0]),
+        top_p=torch.tensor([0.9, 0.8, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.9985]),
+    )
+    compare(case.replace(**flat, **params))
+
+
+# ---- nothing depends on company, place or splits ------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "typical"])
+def test_alone_or_in_a_batch(rule):
+    case = make_case(35, batch=4, gamma=2, vocab=5003, rule=rule, draft_filters=True, philox=True)
+    together = TRITON.run(case)
+    order = [2, 0, 3, 1, 2]
+    same(TRITON.run(case.select(order)), [output[order] for output in together])
+    for b in (0, 3):
+        same(TRITON.run(case.select([b])), [output[[b]] for output in together])
+
+
+@pytest.mark.parametrize("programs", [7, 4096])
+def test_splits_change_nothing(monkeypatch, programs):
+    launch = importlib.import_module("specdec_ext.triton.launch")
+    case = make_case(36, batch=2, gamma=2, vocab=13_001, draft_filters=True)
+    row, u = case.inputs["target_logits"][:, 0], case.inputs["uniforms"][:, 0]
+    params = {k: case.inputs[k] for k in ("temperature", "top_k", "top_p", "min_p")}
+
+    def everything():
+        return (
+            *TRITON.run(case),
+            *TRITON.row_law(row, **params),
+            *TRITON.sample(row, u, **params),
+            TRITON.acceptance(row, row.flip(-1), **params),
+        )
+
+    monkeypatch.setattr(launch, "PROGRAMS", 1)
+    expected = everything()
+    monkeypatch.setattr(launch, "PROGRAMS", programs)
+    assert launch.tiling(13_001).splits(2) > 1
+    same(everything(), expected)
+
+
+def test_vocabularies_and_their_tiles():
+    tiling = importlib.import_module("specdec_ext.triton.launch").tiling
+    assert [tuple(tiling(v)) for v in (1, 128, 129, 4096, 4097)] == [
+        (128, 1), (128, 1), (256, 1), (4096, 1), (4096, 2),
+    ]  # fmt: skip
+    assert tuple(tiling(7, 9001)) == (4096, 3)
+
+
+# ---- exact laws ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule, vocab, gamma, options",
+    [
+        ("token", 3, 1, {}),
+        ("block", 2, 2, {}),
+        ("token", 2, 2, dict(as_probs=True)),
+        ("block", 3, 1, dict(temperature=torch.tensor([0.5]))),
+    ],
+    ids=str,
+)
+def test_emitted_law_is_the_targets(rule, vocab, gamma, options):
+    # Steps are found on multiples of 2^-14: a bias of more than a few of them would be seen.
+    target, draft = toy_models(41, vocab, gamma)
+    law = exact_law(TRITON.verify, target, draft, rule=rule, bits=14, **options)
+    assert law.tv < 3e-4
+    assert abs(float(law.num_accepted.sum()) - 1) < 1e-9
+
+
+def test_exact_law_sees_a_wrong_residual():
+    # The residual of a neighbouring request's uniform: u is reused for the coin and the draw.
+    target, draft = toy_models(41, 3, 1)
+
+    def wrong(*args, uniforms, **kwargs):
+        return TRITON.verify(*args, uniforms=uniforms[:, [0, 0]], **kwargs)
+
+    assert exact_law(wrong, target, draft, rule="token", bits=14).tv > 0.03
+
+
+# ---- randomness ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def encrypt(words, answers, count, BLOCK: tl.constexpr):
+    """Philox on a table of [count, 6] words."""
+    row = tl.arange(0, BLOCK)
+    inside = row < count
+    base = words + row * 6
+    c0 = tl.load(base, mask=inside, other=0).to(tl.uint64)
+    c1 = tl.load(base + 1, mask=inside, other=0).to(tl.uint64)
+    c2 = tl.load(base + 2, mask=inside, other=0).to(tl.uint64)
+    c3 = tl.load(base + 3, mask=inside, other=0).to(tl.uint64)
+    k0 = tl.load(base + 4, mask=inside, other=0).to(tl.uint64)
+    k1 = tl.load(base + 5, mask=inside, other=0).to(tl.uint64)
+    c0, c1, c2, c3 = philox4x32_10(k1 << 32 | k0, c0, c1, c2, c3)
+    tl.store(answers + row * 4, c0.to(tl.int64), mask=inside)
+    tl.store(answers + row * 4 + 1, c1.to(tl.int64), mask=inside)
+    tl.store(answers + row * 4 + 2, c2.to(tl.int64), mask=inside)
+    tl.store(answers + row * 4 + 3, c3.to(tl.int64), mask=inside)
+
+
+def test_philox_known_answers():
+    words = torch.tensor([[*counter, *key] for counter, key, _ in KNOWN_ANSWERS])
+    words = words.to(TRITON.device)
+    answers = torch.zeros(len(words), 4, dtype=torch.int64, device=TRITON.device)
+    encrypt[(1,)](words, answers, len(words), BLOCK=triton.next_power_of_2(len(words)))
+    assert answers.tolist() == [list(expected) for _, _, expected in KNOWN_ANSWERS]
+
+
+def test_seeds_equal_their_uniforms():
+    case = make_case(42, batch=4, gamma=3, rule="token", philox=True, stream=255)
+    coins = TRITON.uniforms(case.inputs["seeds"], case.inputs["positions"], 4, stream=255)
+    given = case.replace(seeds=None, positions=None, uniforms=coins)
+    same(TRITON.run(given), TRITON.run(case))
+    strided = case.replace(
+        seeds=torch.stack([case.inputs["seeds"]] * 3, 1)[:, 1],
+        positions=torch.stack([case.inputs["positions"]] * 2, 1)[:, 0],
+    )
+    same(TRITON.run(strided), TRITON.run(case))
+
+
+# ---- the last draw ------------------------------------------------------------------------------
+
+
+def test_equal_laws_leave_no_residual():
+    # p = q to the last bit, and a rejected token that the residual would exclude: drawn from p.
+    row = torch.randn(1, 1, 300, generator=torch.Generator().manual_seed(0))
+    case = make_case(43, batch=1, gamma=1, vocab=300, filters=False, greedy_rows=False)
+    for u in (0.1, 0.6):
+        # One token has q = 1 and p = 1: the coin 1 - 2^-53 still accepts it, so reject elsewhere.
+        twice = case.replace(
+            target_logits=row.expand(1, 2, 300),
+            draft_logits=row,
+            draft_tokens=torch.tensor([[5]]),
+            draft_lengths=None,
+            temperature=None,
+            uniforms=f64([[1 - 2**-53, u]]),
+            rule="lenient",
+            lenience=1.0,
+        )
+        compare(twice)
+
+
+def test_residual_weights_that_are_all_rounded_to_zero():
+    # A device that flushes small numbers can find mass, and no weight: the target's law is left.
+    verify = importlib.import_module("specdec_ext.triton.verify")
+    launch = importlib.import_module("specdec_ext.triton.launch")
+    probs = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]], device=TRITON.device)
+    rows = launch.rows_of(probs.log())
+    laws = launch.compute_laws(launch.tiling(4), launch.batch_of(rows, launch.sampling_of()), 1)
+    assert laws.shape == (1, LAW_FIELDS.value)
+    for u, expected in ((0.3, 0), (0.6, 1), (0.9, 3)):
+        task = f64([[0, 1, 1.0, 0.0, 2, u]]).to(TRITON.device)
+        masses = torch.full((1, 1), 1e-30, dtype=torch.float64, device=TRITON.device)
+        sums = torch.zeros(1, 1, dtype=torch.int64, device=TRITON.device)
+        tokens = torch.full((1, 1), -1, device=TRITON.device)
+        logprobs = torch.zeros(1, 1, device=TRITON.device)
+        launch.launch(
+            verify.draw_last_tokens,
+            1,
+            *(rows, None, verify.Laws(laws, None), task, masses, sums, tokens, logprobs, 0, 1),
+            TILE=128,
+        )
+        assert tokens.tolist() == [[expected]]
+        assert logprobs.item() == pytest.approx(float(probs[0, 0, expected].log()), abs=1e-6)
+
+
+# ---- operators ----------------------------------------------------------------------------------
+
+
+def named(name, namespace="specdec"):
+    return getattr(getattr(torch.ops, namespace), name).default
+
+
+@pytest.mark.parametrize("name", _fake.FAKES)
+def test_schemas_are_those_of_the_extension(name):
+    own = str(named(name, "specdec_triton")._schema)
+    assert own.removeprefix("specdec_triton::") == str(named(name)._schema).removeprefix(
+        "specdec::"
+    )
+
+
+@pytest.mark.parametrize("name", _fake.FAKES)
+@pytest.mark.parametrize("device", ["CUDA", "XPU"])
+def test_devices_without_kernels_of_the_extension_are_served(name, device):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec::{name}", device)
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec_triton::{name}", device)
+
+
+def moved(value):
+    return value.to(TRITON.device) if isinstance(value, torch.Tensor) else value
+
+
+def test_opcheck():
+    # Accepted drafts, so that no output is NaN, which opcheck takes as different from itself.
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(2, 3, 9, generator=generator, device="cpu")
+    tokens, draft = target[:, :2].argmax(-1), target[:, :2].clone()
+    seeds, coins = torch.arange(2), torch.zeros(2, 3, dtype=torch.float64)
+    top_k = torch.tensor([2, 3])
+    calls = [
+        ("row_law", (target[:, 0],), dict(top_k=top_k)),
+        ("sample", (target[:, 0],), dict(seeds=seeds, positions=seeds, stream=3)),
+        ("verify", (target, tokens, draft), dict(uniforms=coins)),
+        ("verify", (target, tokens), dict(rule="top_beta", full_accept_probs=True)),
+        ("acceptance", (target[:, 0], draft[:, 1]), dict(top_k=top_k)),
+        ("uniforms", (seeds, seeds, 4), {}),
+    ]
+    for name, args, kwargs in calls:
+        args = tuple(map(moved, args))
+        kwargs = {key: moved(value) for key, value in kwargs.items()}
+        torch.library.opcheck(named(name, "specdec_triton"), args, kwargs)
+
+
+def test_fullgraph_equals_eager():
+    def step(target, tokens, draft, seeds):
+        result = specdec_ext.verify(
+            target * 1.0, tokens, draft, seeds=seeds, positions=seeds, top_p=0.9, backend="triton"
+        )
+        return (*result, result.num_accepted + 1)
+
+    torch.compiler.reset()
+    inputs = make_case(44, batch=2, gamma=2, vocab=9, filters=False, ragged=False).inputs
+    args = [inputs[k] for k in ("target_logits", "draft_tokens", "draft_logits")]
+    args = [moved(value) for value in (*args, torch.arange(2))]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    same(compiled(*args), step(*args))
+
+
+def test_backend_by_name():
+    case = make_case(45, batch=3, gamma=2, vocab=9)
+    inputs = {key: moved(value) for key, value in case.inputs.items()}
+    result = specdec_ext.verify(**inputs, backend="triton")
+    assert isinstance(result, ops.VerifyResult)
+    assert assert_tokens_match(result, CPU.run(case), case) == 0
+    with pytest.raises(ValueError, match="^verify: rule must be one of"):
+        specdec_ext.verify(**{**inputs, "rule": "magic"}, backend="triton")
+
+
+def test_gradients_do_not_pass():
+    logits = torch.randn(2, 5, device=TRITON.device).requires_grad_()
+    assert not any(output.requires_grad for output in OPERATORS.row_law(logits))
+    assert not torch.ops.specdec._prepare_acceptance(logits, logits).requires_grad
+
+
+# ---- where it is absent -------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+MISSING = len(sys.argv) > 1
+if MISSING:
+    sys.modules["triton"] = None
+import torch, specdec_ext
+from specdec_ext import backend
+imported = "triton" in sys.modules and not MISSING
+print("imported", imported)
+torch.cuda.is_available = torch.xpu.is_available = lambda: False
+print("absent", backend.absences()["triton"])
+row = torch.zeros(1, 4)
+for call in (
+    lambda: specdec_ext.row_law(row, backend="triton"),
+    lambda: torch.ops.specdec_triton.row_law(row),
+):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__, error)
+print("auto", specdec_ext.row_law(row).argmax.item())
+"""
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_absence(run_python, missing):
+    done = run_python(SCRIPT, *["missing"] * missing, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr
+    reason = "triton is not installed" if missing else "no GPU here"
+    imported, absent, explicit, operator, auto = done.stdout.splitlines()
+    assert imported == "imported False"  # the package does without it until an operator needs it
+    assert absent.startswith(f"absent {reason}")
+    assert explicit.startswith(f"ValueError row_law: backend 'triton' is absent: {reason}")
+    expected = "is not installed" if missing else "needs GPU tensors, got cpu"
+    assert operator.startswith("RuntimeError row_law: backend 'triton'") and expected in operator
+    assert auto == "auto 0"
+
+
+def test_same_words_as_the_cpu():
+    # Arguments are checked by the same code; only the numbers of a message can differ.
+    logits = torch.zeros(2, 4, 5)
+    for call in (
+        dict(target_logits=logits, draft_tokens=torch.zeros(3)),
+        dict(target_logits=logits, draft_tokens=torch.zeros(2, 3, dtype=torch.int64)),
+        dict(target_logits=logits[..., :0], draft_tokens=torch.zeros(2, 3, dtype=torch.int64)),
+    ):
+        words = []
+        for backend in (CPU, TRITON):
+            with pytest.raises(ValueError) as raised:
+                backend.verify(**call)
+            words.append(str(raised.value))
+        assert words[0] == words[1]

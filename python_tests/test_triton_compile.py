@@ -1,0 +1,107 @@
+"""Every Triton kernel compiles to machine code, GPU or not.
+
+The interpreter runs kernels as numpy, which takes more than Triton's compiler does. Here real
+launches, on CPU tensors whose data nothing reads, go to the compiler alone: the same arguments, so
+the same signatures and specialisations as on a GPU.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+SCRIPT = """
+import inspect, pkgutil, sys
+from importlib import import_module
+
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import specdec_ext.triton as backend
+from specdec_ext.testing import make_case
+
+kind, arch, warp, extent = sys.argv[1:]
+arch = int(arch) if arch.isdigit() else arch
+
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget(kind, arch, int(warp))
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+driver.set_active(Driver())
+backend.is_interpreted = lambda: True  # lets CPU tensors pass
+run, compiled = triton.JITFunction.run, {}
+
+
+def compile_only(kernel, *args, grid, warmup, **options):
+    made = run(kernel, *args, grid=grid, warmup=True, **options)
+    binary = made.asm["cubin" if kind == "cuda" else "hsaco"]
+    assert len(binary) > 500, kernel.__name__
+    compiled.setdefault(kernel.__name__, set()).add(made.hash)
+
+
+triton.JITFunction.run = compile_only
+operators = torch.ops.specdec_triton
+f16, bf16, i32 = torch.float16, torch.bfloat16, torch.int32
+filters = dict(
+    temperature=torch.ones(2), top_k=torch.ones(2, dtype=torch.int64), top_p=torch.ones(2),
+    min_p=torch.ones(2),
+)
+seeds = torch.ones(2, dtype=torch.int64)
+row = torch.zeros(2, 32_000, dtype=bf16)
+
+
+def verify(rule, **options):
+    case = make_case(0, **{"rule": rule, "batch": 2, "gamma": 3, "vocab": 2048, **options})
+    operators.verify(**case.inputs)
+
+
+verify("block", dtype=bf16, draft_filters=True)
+operators.row_law(row, **filters)
+operators.sample(row, torch.zeros(2, dtype=torch.float64))
+operators.acceptance(row, row)
+operators.uniforms(seeds, seeds, 4)
+verify("top_beta", dtype=bf16, filters=False)
+if extent == "all":
+    verify("token", filters=False, philox=True, packed=True, id_dtype=i32, kinds="mixed")
+    verify("lenient", dtype=f16, draft="probs", vocab=1, raw_logprobs=True, layout="padded")
+    verify("typical", dtype=bf16, vocab=9001, draft="none", stream=1, philox=True)
+    verify("greedy", gamma=1, ragged=False)
+    verify("block", draft="probs", filters=False, gamma=1, vocab=300, kinds="mixed")
+    verify("block", draft="none", gamma=0, dtype=f16, filters=False)
+    operators.sample(row.float(), seeds=seeds, positions=seeds, stream=1, domain=1, **filters)
+    operators.acceptance(row, row.float()[:, :999], draft_top_p=torch.ones(2))
+
+kernels = set()
+for module in pkgutil.iter_modules(backend.__path__):
+    for name, value in vars(import_module(f"specdec_ext.triton.{module.name}")).items():
+        # A kernel, as opposed to a device function, says what its grid is.
+        if isinstance(value, triton.JITFunction) and "Grid:" in value.fn.__doc__:
+            kernels.add(value.__name__)
+assert kernels == set(compiled), kernels ^ set(compiled)
+print(len(kernels), "kernels,", sum(map(len, compiled.values())), "variants")
+"""
+
+TARGETS = [
+    ("cuda", "90", "32", "all"),
+    ("cuda", "80", "32", "some"),
+    ("hip", "gfx942", "64", "some"),
+]
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: "-".join(target))
+def test_kernels_compile(run_python, target):
+    done = run_python(SCRIPT, *target, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr
+    kernels, variants = (int(word) for word in done.stdout.split() if word.isdigit())
+    assert variants >= kernels > 10  # all that there are: the script compares names

@@ -1,0 +1,185 @@
+"""Final draws by inverse CDF in integers: csrc/core/fixed_point.h and csrc/cpu/draw.cpp.
+
+A draw reads the weights of its law, or of its residual, tile by tile for their sums (a launch over
+requests x splits), and one tile again for the search (a launch over requests). A residual takes one
+more read before, for the mass that its weights are scaled by. Writes 8 bytes a tile and pass.
+Numerics: weights in float32, scaled in float64, summed as uint64, so that no order matters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .laws import (
+    INFINITY,
+    NO_LAW,
+    POINT_MASS,
+    law_threshold,
+    load_law,
+    load_tile,
+    masses_of,
+    row_at,
+    weights_of,
+)
+
+#: Tile sums that one step of a search takes.
+SUM_STEP = tl.constexpr(64)
+
+
+class Task(NamedTuple):
+    """What is to be drawn for one request."""
+
+    row: Any  # of the request's target rows, int64
+    residual: Any  # int32: [target * p - draft * q]+ without `excluded`
+    target: Any  # float64
+    draft: Any  # float64; 0: no draft law in the residual
+    excluded: Any  # int64, -1: nothing
+    u: Any  # float64
+
+
+#: A task in memory is this many float64, which hold each of its fields exactly.
+TASK_FIELDS = tl.constexpr(6)
+
+
+@triton.jit
+def store_task(tasks, b, task):
+    """Write a task."""
+    base = tasks + b * TASK_FIELDS
+    tl.store(base, task.row.to(tl.float64))
+    tl.store(base + 1, task.residual.to(tl.float64))
+    tl.store(base + 2, task.target)
+    tl.store(base + 3, task.draft)
+    tl.store(base + 4, task.excluded.to(tl.float64))
+    tl.store(base + 5, task.u)
+
+
+@triton.jit
+def load_task(tasks, b):
+    """Read the task of request b."""
+    base = tasks + b * TASK_FIELDS
+    return Task(
+        tl.load(base).to(tl.int64),
+        tl.load(base + 1).to(tl.int32),
+        tl.load(base + 2),
+        tl.load(base + 3),
+        tl.load(base + 4).to(tl.int64),
+        tl.load(base + 5),
+    )
+
+
+@triton.jit
+def needs_draw(law):
+    """Whether there is something to draw: a law, and one that is not a point mass."""
+    return (law.kind != NO_LAW) & (law.kind != POINT_MASS)
+
+
+# ---- weights of a tile --------------------------------------------------------------------------
+
+
+@triton.jit
+def law_masses(base, entries, law, tile, TILE: tl.constexpr):
+    """Integer weights of a tile of a law."""
+    x = load_tile(base, entries, tile, -INFINITY, TILE)
+    return masses_of(weights_of(x, law.max, law.scale, law_threshold(law)))
+
+
+@triton.jit
+def draft_weights(draft, laws, b, task, tile, TILE: tl.constexpr):
+    """Part of a residual's weights that the draft's law takes away."""
+    law = load_law(laws.draft, b * draft.steps + task.row)
+    base, entries = row_at(draft, b, task.row)
+    scale = (task.draft / law.z).to(tl.float32)
+    if draft.linear is not None:
+        found = tl.maximum(load_tile(base, entries, tile, 0.0, TILE), 0.0)
+    else:
+        x = load_tile(base, entries, tile, -INFINITY, TILE)
+        found = weights_of(x, law.max, law.scale, law_threshold(law))
+    return scale * found
+
+
+@triton.jit
+def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr):
+    """Weights of a tile of a residual."""
+    base, entries = row_at(target, b, task.row)
+    x = load_tile(base, entries, tile, -INFINITY, TILE)
+    index = tile * TILE + tl.arange(0, TILE)
+    x = tl.where(index == task.excluded, -INFINITY, x)
+    scale = (task.target / law.z).to(tl.float32)
+    weights = scale * weights_of(x, law.max, law.scale, law_threshold(law))
+    if draft is not None:
+        if task.draft > 0.0:
+            taken = draft_weights(draft, laws, b, task, tile, TILE)
+            weights = tl.maximum(weights - taken, 0.0)
+    return weights
+
+
+@triton.jit
+def residual_masses(weights, mass):
+    """Integer weights of a residual: they sum to 2^62 whatever its mass."""
+    return (weights.to(tl.float64) * (4611686018427387904.0 / mass)).to(tl.uint64)
+
+
+# ---- search -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def draw_threshold(u, total):
+    """Give t for a u in [0, 1): the draw is the lowest index with an inclusive prefix sum > t."""
+    u53 = (u * 9007199254740992.0).to(tl.uint64)
+    return tl.umulhi(u53 << 11, total)
+
+
+@triton.jit
+def total_of(sums, tiles):
+    """Sum of the tiles' sums."""
+    total = tl.full([], 0, tl.uint64)
+    for start in range(0, tiles, SUM_STEP):
+        tile = start + tl.arange(0, SUM_STEP)
+        total += tl.sum(tl.load(sums + tile, mask=tile < tiles, other=0).to(tl.uint64), 0)
+    return total
+
+
+@triton.jit
+def find_tile(sums, tiles, t):
+    """Find the tile that holds the draw, and what of t is left for it."""
+    found = tl.full([], 0, tl.int32)
+    before = tl.full([], 0, tl.uint64)
+    total = tl.full([], 0, tl.uint64)
+    for start in range(0, tiles, SUM_STEP):
+        tile = start + tl.arange(0, SUM_STEP)
+        inside = tile < tiles
+        here = tl.load(sums + tile, mask=inside, other=0).to(tl.uint64)
+        prefix = total + tl.cumsum(here, 0)
+        passed = inside & (prefix <= t)
+        found += tl.sum(passed.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, prefix, 0), 0))
+        total += tl.sum(here, 0)
+    return found, t - before
+
+
+@triton.jit
+def find_entry(masses, entries, tile, t, TILE: tl.constexpr):
+    """Find the entry of a tile that the draw lands on, within the row whatever the logits do."""
+    prefix = tl.cumsum(masses, 0)
+    passed = tl.sum((prefix <= t).to(tl.int32), 0)
+    return tl.minimum(tile * TILE + passed, entries - 1).to(tl.int64)
+
+
+@triton.jit
+def draw_from_law(base, entries, law, sums, tiles, u, TILE: tl.constexpr):
+    """Draw from a law whose tiles' sums are known."""
+    t = draw_threshold(u, total_of(sums, tiles))
+    tile, left = find_tile(sums, tiles, t)
+    tile = tl.minimum(tile, tiles - 1)
+    return find_entry(law_masses(base, entries, law, tile, TILE), entries, tile, left, TILE)
+
+
+@triton.jit
+def sum_law(base, entries, law, sums, tiles, split, splits, TILE: tl.constexpr):
+    """Write the tiles' sums of a law."""
+    for tile in range(split, tiles, splits):
+        masses = law_masses(base, entries, law, tile, TILE)
+        tl.store(sums + tile, tl.sum(masses, 0).to(tl.int64))

@@ -1,0 +1,288 @@
+"""Laws of rows on the device: csrc/core/row_law.h, and how arguments reach a kernel.
+
+Arguments travel in named tuples. A tensor that the caller did not give is None there, which Triton
+knows at compile time: kernels are compiled for what is present, while sizes and strides stay run
+time values (Triton tells apart only 1, multiples of 16 and the rest).
+
+Two habits of the kernels have their reason in the interpreter, which runs the same text in numpy: a
+scalar condition meets a vector through `tl.where`, never through `&`, and loop variables, which it
+makes Python ints, have no methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+# ---- what comes in ------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Rows over a vocabulary: dense [B, steps, vocab], or packed [num_rows, vocab] with an index.
+
+    Strides in elements.
+    """
+
+    data: Any
+    vocab: Any
+    steps: Any
+    stride_b: Any
+    stride_s: Any
+    linear: Any  # not None: probabilities, not logits
+    index: Any  # [B, steps] row numbers, or None
+    index_stride_b: Any
+    index_stride_s: Any
+    num_rows: Any
+
+
+class Sampling(NamedTuple):
+    """Sampling parameters, [B] each or None; `greedy` not None: all requests at T = 0."""
+
+    greedy: Any
+    temperature: Any
+    temperature_stride: Any
+    top_k: Any
+    top_k_stride: Any
+    top_p: Any
+    top_p_stride: Any
+    min_p: Any
+    min_p_stride: Any
+
+
+# ---- what is made of it -------------------------------------------------------------------------
+
+
+class Filters(NamedTuple):
+    """Sampling parameters of one request after cleaning; see csrc/core/row_law.h."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    out_of_range: Any  # int32: 1 where something was and has been replaced
+
+
+class Law(NamedTuple):
+    """A row's law, with the value at its drafted token and what a relaxed rule asks of the row."""
+
+    kind: Any
+    max: Any
+    cutoff: Any
+    scale: Any
+    z: Any
+    argmax: Any
+    value: Any
+    extra: Any
+
+
+# Kinds of laws. NO_LAW: NaN, +inf, all -inf, or no such row.
+NO_LAW = tl.constexpr(0)
+EXPONENTIAL = tl.constexpr(1)
+POINT_MASS = tl.constexpr(2)
+LINEAR = tl.constexpr(3)
+
+#: A law in memory is this many float64, which hold each of its fields exactly.
+LAW_FIELDS = tl.constexpr(8)
+
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+DOUBLE_MAX = tl.constexpr(1.7976931348623157e308)
+INFINITY = tl.constexpr(float("inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)
+GREEDY_TEMPERATURE = tl.constexpr(1e-6)
+
+#: Entries that share one maximum where filters are given; a tile is a whole number of groups.
+GROUP = tl.constexpr(128)
+
+
+@triton.jit
+def row_at(rows, b, s):
+    """Point to row s of request b, int64 both; also its entries: 0 where a packed index is wild."""
+    offset = b * rows.stride_b + s * rows.stride_s
+    entries = rows.vocab
+    if rows.index is not None:
+        index = tl.load(rows.index + b * rows.index_stride_b + s * rows.index_stride_s)
+        index = index.to(tl.int64)
+        present = (index >= 0) & (index < rows.num_rows)
+        offset = tl.where(present, index, 0) * rows.stride_b
+        entries = tl.where(present, rows.vocab, 0)
+    return rows.data + offset, entries
+
+
+@triton.jit
+def load_tile(base, entries, tile, padding, TILE: tl.constexpr):
+    """Load the entries of a tile as floats, `padding` after the row's end.
+
+    Whole tiles go without a mask, so that an odd vocabulary does not spoil the wide loads.
+    """
+    offsets = tile * TILE + tl.arange(0, TILE)
+    if tile * TILE + TILE <= entries:
+        values = tl.load(base + offsets).to(tl.float32)
+    else:
+        values = tl.load(base + offsets, mask=offsets < entries, other=padding).to(tl.float32)
+    return values
+
+
+# ---- sampling parameters ------------------------------------------------------------------------
+
+
+@triton.jit
+def filters_at(sampling, b, vocab):
+    """Clean the sampling parameters of request b; see csrc/core/row_law.h."""
+    temperature = tl.full([], 1.0, tl.float64)
+    top_k = tl.full([], 0, tl.int64)
+    top_p = tl.full([], 1.0, tl.float64)
+    min_p = tl.full([], 0.0, tl.float64)
+    bad = tl.full([], 0, tl.int32)
+    if sampling.greedy is not None:
+        temperature = tl.full([], 0.0, tl.float64)
+    if sampling.temperature is not None:
+        given = tl.load(sampling.temperature + b * sampling.temperature_stride).to(tl.float64)
+        usable = (given >= 0.0) & (given <= DOUBLE_MAX)  # false for NaN
+        temperature = tl.where(usable, given, 1.0)
+        bad = tl.where(usable, bad, 1)
+    if sampling.top_k is not None:
+        given_k = tl.load(sampling.top_k + b * sampling.top_k_stride).to(tl.int64)
+        top_k = tl.where((given_k > 0) & (given_k < vocab), given_k, 0)
+    if sampling.top_p is not None:
+        given = tl.load(sampling.top_p + b * sampling.top_p_stride).to(tl.float64)
+        top_p = tl.where((given >= 0.0) & (given < 1.0), given, 1.0)
+        bad = tl.where(given >= 0.0, bad, 1)
+    if sampling.min_p is not None:
+        given = tl.load(sampling.min_p + b * sampling.min_p_stride).to(tl.float64)
+        min_p = tl.where((given <= 1.0) & (given > 0.0), given, 0.0)
+        bad = tl.where(given <= 1.0, bad, 1)
+    return Filters(temperature, top_k, top_p, min_p, bad)
+
+
+@triton.jit
+def is_greedy(filters):
+    """Whether the law is the point mass at the arg max."""
+    return filters.temperature < GREEDY_TEMPERATURE
+
+
+@triton.jit
+def is_greedy_at(sampling, b):
+    """Whether request b is at T = 0."""
+    greedy = b >= 0
+    if sampling.greedy is None:
+        greedy = b < 0
+        if sampling.temperature is not None:
+            given = tl.load(sampling.temperature + b * sampling.temperature_stride).to(tl.float64)
+            greedy = (given >= 0.0) & (given < GREEDY_TEMPERATURE)
+    return greedy
+
+
+@triton.jit
+def has_filter(filters):
+    """Whether anything but the temperature shapes the law."""
+    return (filters.top_k > 0) | (filters.top_p < 1.0) | (filters.min_p > 0.0)
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def round_up(x):
+    """Smallest float32 that is >= x: to the nearest, a threshold could let in what lies below."""
+    rounded = x.to(tl.float32)
+    bits = rounded.to(tl.int32, bitcast=True)
+    up = tl.where(bits >= 0, bits + 1, bits - 1)
+    up = tl.where(rounded == 0.0, 1, up).to(tl.float32, bitcast=True)
+    return tl.where(rounded.to(tl.float64) < x, up, rounded)
+
+
+@triton.jit
+def support_threshold(cutoff, reference, scale):
+    """Give what `weights_of` compares with: csrc/core/row_law.h's support_threshold."""
+    underflow = reference.to(tl.float64) - 87.0 / scale
+    threshold = tl.maximum(cutoff.to(tl.float64), -FLOAT_MAX)
+    return round_up(tl.maximum(threshold, underflow))
+
+
+@triton.jit
+def weights_of(x, reference, scale, threshold):
+    """Unnormalised law exp(scale * (x - reference)) of entries >= threshold, else 0."""
+    slope = (scale * LOG2_E).to(tl.float32)
+    return tl.where(x >= threshold, tl.exp2((x - reference) * slope), 0.0)
+
+
+@triton.jit
+def masses_of(weights):
+    """Weights in [0, 1] as integers, floor(w 2^40): exact in float32, and sums have no order."""
+    return (weights * 1099511627776.0).to(tl.uint64)
+
+
+# ---- laws in memory -----------------------------------------------------------------------------
+
+
+@triton.jit
+def store_law(laws, row, law):
+    """Write a law; `row` is int64."""
+    base = laws + row * LAW_FIELDS
+    tl.store(base, law.kind.to(tl.float64))
+    tl.store(base + 1, law.max.to(tl.float64))
+    tl.store(base + 2, law.cutoff.to(tl.float64))
+    tl.store(base + 3, law.scale)
+    tl.store(base + 4, law.z)
+    tl.store(base + 5, law.argmax.to(tl.float64))
+    tl.store(base + 6, law.value.to(tl.float64))
+    tl.store(base + 7, law.extra)
+
+
+@triton.jit
+def load_law(laws, row):
+    """Read the law of one row, int64."""
+    base = laws + row * LAW_FIELDS
+    return Law(
+        tl.load(base).to(tl.int32),
+        tl.load(base + 1).to(tl.float32),
+        tl.load(base + 2).to(tl.float32),
+        tl.load(base + 3),
+        tl.load(base + 4),
+        tl.load(base + 5).to(tl.int64),
+        tl.load(base + 6).to(tl.float32),
+        tl.load(base + 7),
+    )
+
+
+@triton.jit
+def load_laws(laws, rows, mask):
+    """Read the laws of a vector of rows: no law where not `mask`."""
+    base = laws + rows * LAW_FIELDS
+    return Law(
+        tl.load(base, mask=mask, other=0.0).to(tl.int32),
+        tl.load(base + 1, mask=mask, other=0.0).to(tl.float32),
+        tl.load(base + 2, mask=mask, other=0.0).to(tl.float32),
+        tl.load(base + 3, mask=mask, other=0.0),
+        tl.load(base + 4, mask=mask, other=1.0),
+        tl.load(base + 5, mask=mask, other=0.0).to(tl.int64),
+        tl.load(base + 6, mask=mask, other=0.0).to(tl.float32),
+        tl.load(base + 7, mask=mask, other=0.0),
+    )
+
+
+@triton.jit
+def law_threshold(law):
+    """Threshold of a law's `weights_of`."""
+    return support_threshold(law.cutoff, law.max, law.scale)
+
+
+@triton.jit
+def probability(law, value, token):
+    """p(token) in float64 from its logit; csrc/core/row_law.h's law_probability."""
+    difference = value.to(tl.float64) - law.max.to(tl.float64)
+    p = tl.exp(law.scale * difference) / law.z
+    p = tl.where(value >= law.cutoff, p, 0.0)
+    p = tl.where(law.kind == LINEAR, tl.maximum(value, 0.0).to(tl.float64) / law.z, p)
+    p = tl.minimum(p, 1.0)  # z is a rounded sum, and a q above 1 would reject a legal draft token
+    return tl.where(law.kind == POINT_MASS, (token == law.argmax).to(tl.float64), p)
+
+
+@triton.jit
+def log_probability(law, value):
+    """Give log p of a token in the support, in float32; 0 under a point mass."""
+    difference = value.to(tl.float64) - law.max.to(tl.float64)
+    found = (law.scale * difference - tl.log(law.z)).to(tl.float32)
+    return tl.where(law.kind == POINT_MASS, 0.0, found)

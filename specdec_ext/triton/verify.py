@@ -1,0 +1,312 @@
+"""Chain verification: laws of all rows, the rule, then the last draw of every request.
+
+Launches: the laws (2, with filters 4), the rule (1; block 3), the draws (3, raw log-probabilities 3
+more). Traffic: draft and target rows for the laws, a rejected token's two rows twice more for its
+residual, or an accepted draft's last row once; block: see verify_block.py. Workspace is
+O(rows x tiles).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .chain import COLUMNS, Chain, Laws, Outputs, target_law
+from .draw import (
+    TASK_FIELDS,
+    draw_from_law,
+    draw_threshold,
+    find_entry,
+    find_tile,
+    load_task,
+    needs_draw,
+    residual_masses,
+    residual_weights,
+    sum_law,
+    total_of,
+)
+from .launch import (
+    Tiling,
+    batch_of,
+    coins_of,
+    compute_laws,
+    draft_sampling_of,
+    launch,
+    rows_of,
+    sampling_of,
+    stride_of,
+    tiling,
+)
+from .law_pass import ENTROPY, NOTHING, RANK, Batch, summed
+from .laws import (
+    NO_LAW,
+    POINT_MASS,
+    load_laws,
+    log_probability,
+    row_at,
+)
+from .verify_block import Flow, decide_block, flow_down, node_masses
+from .verify_stepwise import decide_stepwise
+
+# ---- the last draw ------------------------------------------------------------------------------
+
+
+@triton.jit
+def residual_mass(task, masses, b, tiles):
+    """Mass of a task's residual; 0 where the draw is from the target's law anyway."""
+    mass = tl.full([], 0.0, tl.float64)
+    if task.residual > 0:
+        mass = summed(masses, b, tiles)
+    return mass
+
+
+@triton.jit(do_not_specialize=["gamma", "tiles", "splits"])
+def weigh_residuals(target, draft, laws, tasks, masses, gamma, tiles, splits, TILE: tl.constexpr):
+    """Write the masses of the residuals' tiles. Grid: requests x splits."""
+    program = tl.program_id(0).to(tl.int64)
+    b = program // splits
+    split = (program % splits).to(tl.int32)
+    task = load_task(tasks, b)
+    law = target_law(laws, b, task.row, gamma)
+    if needs_draw(law) & (task.residual > 0):
+        for tile in range(split, tiles, splits):
+            weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
+            tl.store(masses + b * tiles + tile, tl.sum(weights, 0).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["gamma", "tiles", "splits"])
+def sum_draws(target, draft, laws, tasks, masses, sums, gamma, tiles, splits, TILE: tl.constexpr):
+    """Write the tiles' sums of integer weights. Grid: requests x splits.
+
+    No residual mass, by rounding or because p = q: the target's own law is what is left.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    b = program // splits
+    split = (program % splits).to(tl.int32)
+    task = load_task(tasks, b)
+    law = target_law(laws, b, task.row, gamma)
+    if needs_draw(law):
+        mass = residual_mass(task, masses, b, tiles)
+        if mass > 0.0:
+            for tile in range(split, tiles, splits):
+                weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
+                total = tl.sum(residual_masses(weights, mass), 0)
+                tl.store(sums + b * tiles + tile, total.to(tl.int64))
+        else:
+            base, entries = row_at(target, b, task.row)
+            sum_law(base, entries, law, sums + b * tiles, tiles, split, splits, TILE)
+
+
+@triton.jit
+def draw_task(target, draft, laws, task, law, masses, sums, b, tiles, TILE: tl.constexpr):
+    """Draw the token of a task."""
+    base, entries = row_at(target, b, task.row)
+    mass = residual_mass(task, masses, b, tiles)
+    total = total_of(sums, tiles)
+    if (mass > 0.0) & (total == 0):
+        # All weights were rounded to 0: the target's law after all.
+        mass = tl.full([], 0.0, tl.float64)
+        sum_law(base, entries, law, sums, tiles, 0, 1, TILE)
+        tl.debug_barrier()
+    if mass > 0.0:
+        tile, left = find_tile(sums, tiles, draw_threshold(task.u, total))
+        tile = tl.minimum(tile, tiles - 1)
+        weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
+        token = find_entry(residual_masses(weights, mass), entries, tile, left, TILE)
+    else:
+        token = draw_from_law(base, entries, law, sums, tiles, task.u, TILE)
+    return token
+
+
+@triton.jit(do_not_specialize=["gamma", "tiles"])
+def draw_last_tokens(
+    target, draft, laws, tasks, masses, sums, tokens, logprobs, gamma, tiles, TILE: tl.constexpr
+):
+    """Write the last token of every request. Grid: requests. Token 0 where there is no law."""
+    b = tl.program_id(0).to(tl.int64)
+    task = load_task(tasks, b)
+    law = target_law(laws, b, task.row, gamma)
+    token = tl.full([], 0, tl.int64)
+    if law.kind == POINT_MASS:
+        token = law.argmax
+    if needs_draw(law):
+        token = draw_task(target, draft, laws, task, law, masses, sums + b * tiles, b, tiles, TILE)
+    logprob = tl.full([], float("nan"), tl.float32)
+    if law.kind != NO_LAW:
+        base, _ = row_at(target, b, task.row)
+        logprob = log_probability(law, tl.load(base + token).to(tl.float32))
+    place = b * (gamma + 1) + task.row
+    tl.store(tokens + place, token)
+    tl.store(logprobs + place, logprob)
+
+
+# ---- raw log-probabilities ----------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["gamma"])
+def write_raw_logprobs(laws, num_accepted, logprobs, gamma):
+    """Write log softmax of the raw rows at the emitted tokens. Grid: requests."""
+    b = tl.program_id(0).to(tl.int64)
+    accepted = tl.load(num_accepted + b)
+    for start in range(0, gamma + 1, COLUMNS):
+        i = start + tl.arange(0, COLUMNS)
+        place = b * (gamma + 1) + i.to(tl.int64)
+        law = load_laws(laws, place, i <= accepted)
+        found = tl.where(law.kind != NO_LAW, log_probability(law, law.value), float("nan"))
+        tl.store(logprobs + place, found, mask=i <= accepted)
+
+
+# ---- the operator -------------------------------------------------------------------------------
+
+
+class _Shape(NamedTuple):
+    batch: int
+    gamma: int
+    vocab: int
+    tiles: Tiling
+
+
+IGNORE_SAMPLING = ("greedy", "top_beta")
+READ_DRAFT = ("block", "token", "lenient")
+EXTRAS = {"top_beta": RANK, "typical": ENTROPY}
+
+
+def _decide_block(
+    call: SimpleNamespace,
+    shape: _Shape,
+    target: Batch,
+    draft: Batch | None,
+    chain: Chain,
+    laws: Laws,
+    outputs: Outputs,
+) -> None:
+    batch, gamma, vocab, tiles = shape
+    new = call.target_logits.new_empty
+    flow = Flow(
+        new((batch, gamma + 1), dtype=torch.float64),
+        new((batch, gamma), dtype=torch.int8),
+        new(batch, dtype=torch.int32),
+        new((batch, gamma + 1, tiles.number), dtype=torch.float64),
+    )
+    launch(flow_down, batch, chain, laws, flow, outputs, vocab, gamma, num_warps=1)
+    nodes = batch * max(gamma - 1, 0) if draft is not None else 0
+    splits = tiles.splits(nodes)
+    launch(
+        node_masses,
+        nodes * splits,
+        *(target.rows, draft and draft.rows, laws, flow, gamma, tiles.number, splits),
+        TILE=tiles.size,
+        num_warps=8,
+    )
+    launch(decide_block, batch, chain, laws, flow, outputs, vocab, gamma, tiles.number, num_warps=4)
+
+
+def _decide_stepwise(
+    call: SimpleNamespace, shape: _Shape, chain: Chain, laws: Laws, outputs: Outputs
+) -> None:
+    launch(
+        decide_stepwise,
+        shape.batch,
+        *(chain, laws, outputs, shape.vocab, shape.gamma),
+        *(call.lenience, call.beta, call.tau, call.epsilon, call.delta),
+        RULE=call.rule,
+        FULL=call.full_accept_probs,
+        num_warps=1,
+    )
+
+
+def _draw(shape: _Shape, target: Batch, draft: Batch | None, laws: Laws, outputs: Outputs) -> None:
+    batch, gamma, _, tiles = shape
+    sources = (target.rows, draft and draft.rows, laws, outputs.tasks)
+    masses = laws.target.new_empty((batch, tiles.number))
+    sums = laws.target.new_empty((batch, tiles.number), dtype=torch.int64)
+    splits = tiles.splits(batch)
+    tile = dict(TILE=tiles.size, num_warps=8)
+    grid = batch * splits
+    launch(weigh_residuals, grid, *sources, masses, gamma, tiles.number, splits, **tile)
+    launch(sum_draws, grid, *sources, masses, sums, gamma, tiles.number, splits, **tile)
+    launch(
+        draw_last_tokens,
+        batch,
+        *(*sources, masses, sums, outputs.tokens, outputs.logprobs, gamma, tiles.number),
+        **tile,
+    )
+
+
+def _rewrite_logprobs(call: SimpleNamespace, shape: _Shape, outputs: Outputs) -> None:
+    rows = rows_of(call.target_logits, call.target_rows)
+    batch = batch_of(rows, sampling_of(), outputs.tokens, outputs.num_accepted)
+    laws = compute_laws(shape.tiles, batch, shape.batch * (shape.gamma + 1))
+    launch(
+        write_raw_logprobs,
+        shape.batch,
+        *(laws, outputs.num_accepted, outputs.logprobs, shape.gamma),
+        num_warps=1,
+    )
+
+
+def _chain_of(call: SimpleNamespace, vocab: int) -> Chain:
+    tokens, kinds = call.draft_tokens, call.draft_kinds
+    lengths = call.draft_lengths
+    draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
+    own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
+    return Chain(
+        tokens,
+        tokens.stride(0),
+        tokens.stride(1),
+        kinds,
+        stride_of(kinds),
+        stride_of(kinds, 1),
+        None if draft is None else 1,
+        lengths,
+        stride_of(lengths),
+        vocab if draft is None else max(vocab, draft.shape[-1]),
+        own,
+        draft_sampling_of(call) if call.draft_logits is not None else None,
+        coins_of(call.uniforms, call.seeds, call.positions, call.stream),
+    )
+
+
+def _batches(call: SimpleNamespace, chain: Chain) -> tuple[Batch, Batch | None]:
+    """Target rows, and the draft's where the rule reads them."""
+    greedy = call.rule in IGNORE_SAMPLING
+    drafted = (call.draft_tokens, call.draft_lengths)
+    rows = rows_of(call.target_logits, call.target_rows)
+    target = batch_of(rows, sampling_of(greedy=True) if greedy else chain.target, *drafted)
+    draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
+    if draft is None or call.rule not in READ_DRAFT or call.draft_tokens.shape[1] == 0:
+        return target, None
+    rows = rows_of(draft, call.draft_rows, linear=call.draft_probs is not None)
+    return target, batch_of(rows, chain.draft or sampling_of(), *drafted, chain.target)
+
+
+def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleNamespace) -> None:
+    """Fill the outputs of `specdec_ext.verify`."""
+    batch, gamma = call.draft_tokens.shape
+    vocab = call.target_logits.shape[-1]
+    chain = _chain_of(call, vocab)
+    target, draft = _batches(call, chain)
+    shape = _Shape(batch, gamma, vocab, tiling(vocab, draft.rows.vocab if draft else 1))
+    first_draft = batch * (gamma + 1)
+    data = compute_laws(
+        shape.tiles,
+        target,
+        first_draft,
+        draft,
+        batch * gamma,
+        extra=EXTRAS.get(call.rule, NOTHING),
+    )
+    laws = Laws(data, data[first_draft:] if draft else None)
+    outputs = Outputs(*results, data.new_empty((batch, TASK_FIELDS.value)))
+    if call.rule == "block":
+        _decide_block(call, shape, target, draft, chain, laws, outputs)
+    else:
+        _decide_stepwise(call, shape, chain, laws, outputs)
+    _draw(shape, target, draft, laws, outputs)
+    if call.raw_logprobs or call.rule == "top_beta":
+        _rewrite_logprobs(call, shape, outputs)
