@@ -719,7 +719,6 @@ transformers {trained["transformers"]}. The text is that Python's own library:
 
 Options: {options}. The same options, thread count and library versions give the same weights on the
 same kind of machine; another Python has another standard library and so another pair.
-{trained.get("remarks", "")}
 
 The training text is under the Python Software Foundation License.
 
@@ -755,8 +754,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", type=torch.device, default=None, help="default: cuda where there is one")
     add("--threads", type=int, default=None, help="default: torch's own")
     add("--target-steps", type=int, default=700)
-    add("--draft-text-steps", type=int, default=3000)
-    add("--draft-steps", type=int, default=1300)
+    add("--draft-text-steps", type=int, default=5000)
+    add("--draft-steps", type=int, default=1800)
     add("--batch-tokens", type=int, default=4096, help="tokens a step")
     add("--short-length", type=int, default=256, help="crop length in the first steps")
     add("--long-share", type=float, default=0.15, help="last share of the steps, at full context")
@@ -767,7 +766,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--warmup-steps", type=int, default=40)
     add("--target-decay-share", type=float, default=0.25)
     add("--draft-decay-share", type=float, default=0.4)
-    add("--final-kl", type=float, default=0.1, help="weight of KL at the end of distillation")
+    add("--final-kl", type=float, default=0.02, help="weight of KL at the end of distillation")
     add("--checkpoint-steps", type=int, default=100)
     args = parser.parse_args()
     if args.device is None:

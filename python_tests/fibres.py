@@ -9,8 +9,10 @@ import ctypes
 import fcntl
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +23,7 @@ BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
 THREADS = (32, 128)
 
 
+@cache
 def build() -> None:
     """Bring the libraries up to date; nothing changed, next to nothing runs."""
     if not (BUILD / "CMakeCache.txt").exists():
@@ -39,27 +42,57 @@ def build() -> None:
 
 @cache
 def library(name: str) -> ctypes.CDLL:
-    """One of the libraries, for what it exports to ctypes."""
+    """One of the libraries, for what it exports to ctypes; built when it is first asked for."""
+    build()
     return ctypes.CDLL(str(BUILD / name))
 
 
-class Counts:
-    """What the kernels of a block size asked for: launches, allocations, bytes."""
-
-    def __init__(self, threads: int) -> None:
-        self._library = library(f"_cuda_on_fibres_{threads}.so")
-
-    def __getattr__(self, name: str) -> int:
-        function = getattr(self._library, f"fibres_{name}")
-        function.restype = ctypes.c_int64
-        return function()
+_loaded: list[int] = []
 
 
 @cache
-def operators(threads: int) -> object:
+def operators(threads: int) -> Any:
     """The operators for CPU tensors, run by the CUDA kernels in blocks of so many threads."""
+    build()
     torch.ops.load_library(BUILD / f"_cuda_on_fibres_{threads}.so")
+    _loaded.append(threads)
     return getattr(torch.ops, f"specdec_fibres_{threads}")
+
+
+def loaded() -> list[int]:
+    """The block sizes whose operators this process has asked for."""
+    return _loaded
+
+
+def seed(threads: int, value: int) -> None:
+    """Choose the order in which blocks, and the threads of a block, run from here on."""
+    library(f"_cuda_on_fibres_{threads}.so").fibres_seed(ctypes.c_uint64(value))
+
+
+def lose_thread(threads: int, thread: int) -> None:
+    """Let this thread of every block return at once in the next launch: a broken kernel."""
+    library(f"_cuda_on_fibres_{threads}.so").fibres_lose_thread(thread)
+
+
+class Asked(NamedTuple):
+    """What kernels asked for."""
+
+    launches: int
+    allocations: int
+    bytes: int  # of scratch memory
+
+
+def asked_by(threads: int, call: Callable[[], Any]) -> Asked:
+    """What an operator call launches and allocates."""
+    functions = [
+        getattr(library(f"_cuda_on_fibres_{threads}.so"), f"fibres_{what}")
+        for what in Asked._fields
+    ]
+    for function in functions:
+        function.restype = ctypes.c_int64
+    before = [function() for function in functions]
+    call()
+    return Asked(*(function() - b for function, b in zip(functions, before, strict=True)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,177 @@
+"""The table of backends: every implementation of the operators, and which tests it joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import fibres
+import pytest
+import torch
+from gpu_checks import placed
+
+import specdec_ext
+from specdec_ext import reference
+from specdec_ext.testing import VerifyCase, VerifyOutcome
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the operators, called with the schemas' arguments.
+
+    `shares` says for a test, or else for a file, that the backend takes every n-th case (0: none);
+    `otherwise` is said of the rest.
+    """
+
+    name: str
+    load: Callable[[], Any]  # the namespace of the operators, when it is first asked for
+    device: str
+    tolerance: float  # of decisions, see specdec_ext.testing.explain_outcome
+    tv: float  # bound on the total variation of an exact law
+    shares: Mapping[str, int] = field(default_factory=dict)
+    otherwise: int = 1
+
+    def share(self, item: pytest.Function) -> int:
+        module = item.path.stem
+        test = f"{module}.{item.originalname}"
+        return self.shares.get(test, self.shares.get(module, self.otherwise))
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        device = torch.device(self.device)
+        result = getattr(self.load(), name)(
+            *(placed(value, device) for value in args),
+            **{key: placed(value, device) for key, value in kwargs.items()},
+        )
+        if isinstance(result, torch.Tensor):
+            return result.cpu()
+        return tuple(output.cpu() for output in result)
+
+    def verify(self, *args: Any, **kwargs: Any) -> VerifyOutcome:
+        return VerifyOutcome(*self._call("verify", *args, **kwargs))
+
+    def row_law(self, *args: Any, **kwargs: Any) -> Any:
+        return specdec_ext.RowLaw(*self._call("row_law", *args, **kwargs))
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        return specdec_ext.SampleResult(*self._call("sample", *args, **kwargs))
+
+    def acceptance(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._call("acceptance", *args, **kwargs)
+
+    def uniforms(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._call("uniforms", *args, **kwargs)
+
+    def run(self, case: VerifyCase) -> VerifyOutcome:
+        return case.run(self.verify)
+
+
+# Every n-th case for Triton's interpreter, which is slow; test_triton.py has what is written for it
+# alone.
+INTERPRETED = {
+    "test_errors.test_value_errors": 6,
+    "test_errors.test_message_in_full": 1,
+    "test_filters.test_kept_tokens": 1,
+    "test_filters.test_ties_at_the_top_stay": 2,
+    "test_filters.test_masked_tokens_are_never_kept": 1,
+    "test_filters.test_cutoffs_against_sorting": 4,
+    "test_filters.test_crowded_rows_against_sorting": 4,
+    "test_filters.test_negative_zero_ties_with_zero": 1,
+    "test_filters.test_target_and_draft_have_laws_of_their_own": 2,
+    "test_filters.test_draft_token_outside_the_draft_filters": 1,
+    "test_invariance.test_what_follows_the_draft_is_not_read": 3,
+    "test_invariance.test_strides_of_the_small_arguments": 2,
+    "test_invariance.test_expanded_rows": 1,
+    "test_invariance.test_inputs_are_not_changed": 8,
+    "test_invariance.test_outputs_do_not_require_grad": 1,
+    "test_parity.test_row_law": 5,
+    "test_parity.test_sample": 4,
+    "test_parity.test_acceptance": 6,
+    "test_parity.test_outputs_have_the_documented_types": 4,
+    "test_philox.test_uniforms_are_counters": 1,
+    "test_philox.test_draws_of_sample_are_counters": 3,
+    "test_philox.test_number_of_slots": 1,
+    "test_philox.test_operators_agree_bit_for_bit": 1,
+    "test_status": 3,
+    "test_tables": 2,
+    "test_tables.test_empty_batches": 1,
+    "test_tables.test_no_draft_columns": 1,
+    "test_tables.test_row_law_of_what_has_none": 1,
+    "test_thresholds.test_coin_at_a_dyadic_threshold": 4,
+    "test_thresholds.test_coin_at_a_rational_threshold": 4,
+    "test_thresholds.test_p_of_zero_accepts_no_coin": 2,
+    "test_thresholds.test_deterministic_token": 3,
+    "test_thresholds.test_block_threshold_of_an_inner_node": 1,
+    "test_thresholds.test_block_residual_is_scaled_by_the_inflow": 1,
+    "test_thresholds.test_boundaries_of_a_uniform_draw": 2,
+    "test_thresholds.test_boundaries_between_tiles": 1,
+    "test_thresholds.test_boundaries_of_a_residual_draw": 2,
+    "test_thresholds.test_a_rejected_deterministic_token_is_excluded": 6,
+    "test_thresholds.test_large_logits": 3,
+    "test_thresholds.test_largest_float16_and_float32_logits": 1,
+}
+
+# Blocks of one warp run everything; blocks of several, what their collectives can change.
+ONE_WARP = {"test_law.test_many_pairs_of_models": 0}
+FOUR_WARPS = dict.fromkeys(
+    ("test_parity", "test_filters", "test_status", "test_tables", "test_thresholds"), 1
+)
+
+REFERENCE = Backend("reference", lambda: reference, "cpu", tolerance=1e-9, tv=1e-9)
+CPU = Backend("cpu", lambda: torch.ops.specdec, "cpu", tolerance=1e-5, tv=1e-6)
+FIBRES32 = Backend(
+    "fibres32", partial(fibres.operators, 32), "cpu", tolerance=1e-5, tv=1e-6, shares=ONE_WARP
+)
+FIBRES128 = Backend(
+    "fibres128",
+    partial(fibres.operators, 128),
+    "cpu",
+    tolerance=1e-5,
+    tv=1e-6,
+    shares=FOUR_WARPS,
+    otherwise=0,
+)
+HAS_GPU = torch.cuda.is_available()
+TRITON = Backend(
+    "triton",
+    lambda: torch.ops.specdec_triton,
+    "cuda" if HAS_GPU else "cpu",
+    tolerance=1e-5,
+    tv=1e-6,
+    shares={} if HAS_GPU else INTERPRETED,
+    otherwise=1 if HAS_GPU else 0,
+)
+OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
+BACKENDS = [REFERENCE, *OPERATORS]
+
+
+def speed_up_interpreter() -> None:
+    """Patch triton.language once a launch: its interpreter does it at every call of a function.
+
+    Only the time that tests take depends on it.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: list[frozenset[int]] = []  # sets of modules, in the launch that is running
+
+    def patch_once(function: Any) -> Any:
+        values = function.__globals__.values()
+        found = frozenset(id(v) for v in values if v is interpreter.tl or v is interpreter.tl.core)
+        if found in patched:
+            return SimpleNamespace(restore=lambda: None)
+        scope = patch(function)
+        if not patched:
+            restore = scope.restore
+            scope.restore = lambda: (restore(), patched.clear())
+        patched.append(found)
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+if TRITON in OPERATORS and not HAS_GPU:
+    speed_up_interpreter()
