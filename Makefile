@@ -2,7 +2,9 @@
 #
 # Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
 # CI=true always a fresh .venv, so that nothing installed by hand hides a missing step.
-# PYTHON=python3.12 chooses the interpreter. pip's own variables work as usual; for a small torch
+# PYTHON=python3.12 chooses the interpreter. SPECDEC_CUDA=1 builds the CUDA kernels whatever torch
+# has, SPECDEC_CUDA=0 leaves them out; without it they are built where torch has CUDA and nvcc is
+# there. pip's own variables work as usual; for a small torch
 # without CUDA: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 
 TORCH := torch==2.13.0
@@ -47,9 +49,11 @@ $(READY): pyproject.toml setup.py
 	$(PY) -m pip install --quiet --no-build-isolation -e '.[hf,bench,dev]'
 	@mkdir -p $(@D) && touch $@
 
+SOURCES := $(foreach type,cpp h cu cuh,$(wildcard csrc/*.$(type) csrc/*/*.$(type)))
+
 # Editing C++ costs an incremental build; nothing changed, nothing runs.
-$(NATIVE): $(READY) CMakeLists.txt $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h) \
-           $(if $(wildcard specdec_ext/_C.so),,FORCE)
+$(NATIVE): $(READY) CMakeLists.txt $(wildcard csrc/*/CMakeLists.txt) $(SOURCES) \
+           $(if $(wildcard specdec_ext/_C.so),$(if $(SPECDEC_CUDA),FORCE),FORCE)
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
@@ -57,6 +61,7 @@ $(NATIVE): $(READY) CMakeLists.txt $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h
 
 # One torch thread per worker: on two cores, two workers end sooner than two threads.
 test: $(NATIVE)
+	$(PY) python_tests/fibres.py
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8
 
 bench: $(NATIVE)
@@ -67,11 +72,10 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -c 'import clang_format; clang_format.clang_format()' --dry-run --Werror \
-	  $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
+	  $(SOURCES)
 
 cuda-gate: $(READY)
-	$(PY) -m cmake -S . -B build/cuda-gate -DSPECDEC_CUDA_GATE=ON
-	$(PY) -m cmake --build build/cuda-gate
+	$(PY) setup.py --quiet cuda_gate
 
 clean:
 	rm -rf build/cmake-* build/cuda-gate build/ready-* build/lib* build/bdist* .venv/ready*

@@ -4,6 +4,8 @@ import json
 import os
 import platform
 import re
+import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -150,7 +152,6 @@ def test_backend_is_resolved():
     ("name", "device", "message"),
     [
         ("cpu", "cuda", "verify: backend 'cpu' needs CPU tensors, got cuda"),
-        ("cuda", "cpu", "verify: backend 'cuda' is absent: no CUDA kernels"),
         (
             "gpu",
             "cpu",
@@ -163,6 +164,61 @@ def test_explicit_backend_never_falls_back(name, device, message):
         backend.resolve("verify", name, torch.device(device))
 
 
+@pytest.fixture
+def torch_with_cuda(monkeypatch, tmp_path):
+    """Pretends that torch has CUDA and finds a device; the library is at the path returned."""
+    library = tmp_path / "_C_cuda.so"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "_CUDA_LIBRARY", library)
+    monkeypatch.setattr(backend, "_cuda_load_error", None)
+    backend.absences.cache_clear()
+    yield library
+    backend.absences.cache_clear()
+
+
+def refusal_of_cuda(device="cuda"):
+    with pytest.raises(ValueError) as refused:
+        backend.resolve("verify", "cuda", torch.device(device))
+    return str(refused.value)
+
+
+def test_cuda_where_torch_has_none(torch_with_cuda, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    expected = f"verify: backend 'cuda' is absent: torch {torch.__version__} has no CUDA"
+    assert refusal_of_cuda() == expected
+
+
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [("there was no nvcc", "built without CUDA kernels: there was no nvcc"), ("", " is missing")],
+)
+def test_cuda_that_was_not_built(torch_with_cuda, monkeypatch, left_out, reason):
+    facts = {**build_info(), "cuda_left_out": left_out}
+    monkeypatch.setattr("specdec_ext._host.build_info", lambda: facts)
+    assert refusal_of_cuda().endswith(reason)
+
+
+def test_cuda_library_that_does_not_load(torch_with_cuda):
+    torch_with_cuda.write_bytes(b"no library" * 100)
+    with pytest.warns(UserWarning, match="without CUDA kernels: _C_cuda.so did not load: .+header"):
+        backend.load_libraries()
+    assert re.search("is absent: _C_cuda.so did not load: .*header", refusal_of_cuda())
+    assert backend.resolve("verify", "cpu", torch.device("cpu")) is torch.ops.specdec
+
+
+def test_cuda_without_a_device(torch_with_cuda, monkeypatch):
+    torch_with_cuda.touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal_of_cuda().endswith("is absent: torch finds no CUDA device")
+
+
+def test_cuda_serves_cuda_tensors_only(torch_with_cuda):
+    torch_with_cuda.touch()
+    assert backend.resolve("verify", "cuda", torch.device("cuda", 1)) is torch.ops.specdec
+    assert refusal_of_cuda("cpu") == "verify: backend 'cuda' needs CUDA tensors, got cpu"
+
+
 # ---- facts ---------------------------------------------------------------------------------------
 
 
@@ -172,6 +228,7 @@ def test_build_info():
     assert facts["cxx_standard"] == 17
     assert facts["build_type"] == "Release"
     assert re.fullmatch(r"\w+ \d+(\.\d+)*", facts["compiler"])
+    assert bool(facts["cuda_compiler"]) != bool(facts["cuda_left_out"])
 
 
 def test_info_command():
@@ -182,11 +239,15 @@ def test_info_command():
     assert info["cpu capability"].split()[0] == backend.cpu_capability()
     assert info["cpu variants"].split(", ") == VARIANTS
     assert info["backend cpu"] == info["backend reference"] == "present"
-    assert info["backend cuda"].startswith("absent: no CUDA kernels in this version")
+    built = info["cuda kernels"].startswith("built with NVIDIA ")
+    assert built == (PACKAGE / "_C_cuda.so").exists()
+    assert built or info["cuda kernels"].startswith("left out: ")
+    reason = backend.absences()["cuda"]
+    assert info["backend cuda"] == ("present" if reason is None else f"absent: {reason}")
     assert info["backend triton"].startswith("present" if find_spec("triton") else "absent")
 
 
-# ---- wheel and gate ------------------------------------------------------------------------------
+# ---- wheel ---------------------------------------------------------------------------------------
 
 
 def test_wheel_is_complete_and_runs(tmp_path):
@@ -207,6 +268,7 @@ def test_wheel_is_complete_and_runs(tmp_path):
     other_pythons = {name for name in in_tree if "/_host." in name and name.endswith(".so")}
     assert packed - other_pythons >= in_tree - other_pythons
     assert packed & other_pythons
+    assert not [name for name in packed if "fibres" in name]  # the tests' alone
 
     installed = tmp_path / "installed"
     archive.extractall(installed)
@@ -217,9 +279,107 @@ def test_wheel_is_complete_and_runs(tmp_path):
     assert info["backend cpu"] == "present"
 
 
-def test_compile_gate_calls_every_core_function():
-    gate = (ROOT / "csrc" / "cuda" / "compile_gate.cu").read_text()
-    for header in sorted((ROOT / "csrc" / "core").glob("*.h")):
-        assert f'"../core/{header.name}"' in gate or header.name == "platform.h"
-        for name in re.findall(r"^SPECDEC_HD .*?(\w+)\(", header.read_text(), re.MULTILINE):
-            assert re.search(rf"\b{name}\(", gate), f"{header.name}: {name}"
+# ---- CUDA ----------------------------------------------------------------------------------------
+
+OPERATORS = ("row_law", "sample", "verify", "acceptance", "uniforms")
+
+
+@pytest.fixture(scope="module")
+def cuda_library():
+    """The CUDA library, compiled and linked with warnings as errors."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    checked_output_of(sys.executable, "setup.py", "--quiet", "cuda_gate")
+    return ROOT / "build" / "cuda-gate" / "_C_cuda.so"
+
+
+def embedded_code(library, tmp_path):
+    """What nvcc put into a library: ("code" or "ptx", compute capability) of every piece."""
+    section = tmp_path / "fatbin"
+    checked_output_of(
+        *("objcopy", "-O", "binary", "--only-section=.nv_fatbin"), str(library), str(section)
+    )
+    data, at, found = section.read_bytes(), 0, set()
+    while at < len(data):
+        magic, _, header, size = struct.unpack_from("<IHHQ", data, at)
+        if magic != 0xBA55ED50:  # between two containers
+            at += 8
+            continue
+        piece, at = at + header, at + header + size
+        while piece < at:
+            kind, _, header, size = struct.unpack_from("<HHIQ", data, piece)
+            (capability,) = struct.unpack_from("<I", data, piece + 28)
+            found.add(({1: "ptx", 2: "code"}[kind], capability))
+            piece += header + size
+    return found
+
+
+def test_cuda_library_has_code_for_both_and_ptx(cuda_library, tmp_path):
+    expected = {("code", 80), ("code", 90), ("ptx", 90)}
+    assert embedded_code(cuda_library, tmp_path) == expected
+
+
+def test_cuda_library_depends_on_torch_alone(cuda_library):
+    dynamic = checked_output_of("readelf", "-d", str(cuda_library))
+    libraries = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert {"libtorch_cpu.so", "libtorch_cuda.so"} <= set(libraries)
+    assert not [name for name in libraries if "python" in name or "cudart" in name]
+    assert not re.search("RPATH|RUNPATH", dynamic)
+    exported = checked_output_of("nm", "-D", "--defined-only", str(cuda_library))
+    assert not re.search(r"\bcuda|specdec", exported)
+    code = cuda_library.read_bytes()
+    assert str(ROOT).encode() not in code
+    assert str(Path(torch.__file__).parent).encode() not in code
+
+
+LOAD_CUDA = """
+import ctypes, sys, torch, specdec_ext
+library, stub, *operators = sys.argv[1:]
+for name in operators:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert not has(f"specdec::{name}", "CUDA")
+ctypes.CDLL(stub)
+torch.ops.load_library(library)
+print([has(f"specdec::{name}", "CUDA") for name in operators])
+"""
+
+
+def test_cuda_library_registers_every_operator(cuda_library):
+    # A torch without CUDA has all but one of the symbols, and the build made a stub for that one.
+    stub = cuda_library.with_name("libtorch_cuda.so")
+    if torch.version.cuda is not None:
+        pytest.skip("torch has CUDA: the tests of the GPU load the library")
+    arguments = (str(cuda_library), str(stub), *OPERATORS)
+    output = checked_output_of(sys.executable, "-c", LOAD_CUDA, *arguments)
+    assert output == f"{[True] * len(OPERATORS)}\n"
+
+
+def test_cuda_that_is_asked_for_needs_nvcc(tmp_path):
+    status, output = output_of(
+        *(sys.executable, "-m", "cmake", "-S", str(ROOT), "-B", str(tmp_path)),
+        *("-DSPECDEC_CUDA=ON", "-DSPECDEC_NVCC=", f"-DPython_EXECUTABLE={sys.executable}"),
+    )
+    assert status != 0
+    assert "SPECDEC_CUDA=1 asks for the CUDA kernels, and there is no nvcc" in output
+
+
+def test_values_of_the_switch():
+    status, output = output_of(
+        sys.executable, "setup.py", "build_ext", "--inplace", SPECDEC_CUDA="yes"
+    )
+    assert status != 0 and "SPECDEC_CUDA must be 0 or 1, got 'yes'" in output
+
+
+def test_every_core_function_is_compiled_for_the_device():
+    # Called by a kernel, or by a core function that is.
+    core = "\n".join(path.read_text() for path in sorted((ROOT / "csrc" / "core").glob("*.h")))
+    pieces = re.split(r"^(?=SPECDEC_HD )", core, flags=re.MULTILINE)[1:]
+    bodies = {re.match(r"SPECDEC_HD [^(]*?(\w+)\(", piece)[1]: piece for piece in pieces}
+    kernels = [*(ROOT / "csrc" / "cuda").glob("*.cu"), *(ROOT / "csrc" / "cuda").glob("*.cuh")]
+    todo, called = ["\n".join(path.read_text() for path in kernels)], set()
+    while todo:
+        text = todo.pop()
+        new = {name for name in bodies if re.search(rf"\b{name}\(", text)} - called
+        called |= new
+        todo += [bodies[name].split("{", 1)[1] for name in new]
+    assert len(bodies) > 30 and called == set(bodies)

@@ -11,7 +11,12 @@
 
 namespace specdec {
 
-constexpr int64_t kTile = 4096;
+// The CUDA kernels' tests on a host (csrc/testing) take smaller tiles, as their blocks are smaller.
+#ifndef SPECDEC_TILE
+#define SPECDEC_TILE 4096
+#endif
+
+constexpr int64_t kTile = SPECDEC_TILE;
 constexpr int kGroup = 128;  // entries that share one maximum
 
 // One row of logits or probabilities; data == nullptr: no such row.

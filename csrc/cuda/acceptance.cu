@@ -81,7 +81,7 @@ __device__ double thread_overlap(const Pair& pair, int64_t tile) {
 }
 
 // Grid: (row, split).
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     sum_overlaps(const Rows rows, const LawScratch s, double* tile_sums, int64_t splits) {
   __shared__ SharedArray<Pair, 1> pair;
   const int64_t r = blockIdx.x / splits;

@@ -176,6 +176,14 @@ __device__ __forceinline__ bool list_groups(CutoffMemory* memory, const float* g
   return *count <= kMaxCandidates;
 }
 
+__device__ __forceinline__ void load_vector_at(const Row& row, int64_t first, RawVector* out) {
+  if (row.element == Element::kFloat32) {
+    load_vector<4>(row.element, span_from<4>(row, first), 0, out);
+  } else {
+    load_vector<2>(row.element, span_from<2>(row, first), 0, out);
+  }
+}
+
 // All finite entries >= floor of a row as candidates; false if they do not fit.
 __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const float* group_max,
                                      float floor, CandidateSource* out) {
@@ -194,7 +202,7 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
       const int32_t at = base + i * kThreads;
       if (at >= groups * kVectors) continue;
       const int64_t first = int64_t{memory->groups[at / kVectors]} * kGroup;
-      load_vector(row.element, span_from(row, first), at % kVectors * kVector, &raw[i]);
+      load_vector_at(row, first + at % kVectors * kVector, &raw[i]);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {

@@ -62,24 +62,31 @@ __device__ __forceinline__ bool wants_sum(const Row& row, const Filters& filters
 // ---- one tile
 // -------------------------------------------------------------------------------------
 
+// What to look for in a row; one word, because registers are short.
+enum Look : uint32_t {
+  kLinear = 1,  // at probabilities
+  kSum = 2,
+  kArgmax = 4,
+  kRank = 8,
+  kEntropy = 16,
+};
+
 struct ScanTask {
-  bool linear;
-  bool sum;
-  bool argmax;
-  Extra extra;
+  uint32_t looks = 0;
   float logit;
   float scale;  // log2_scale
 
   __device__ __forceinline__ ScanTask(const Row& row, const Filters& filters, bool want_argmax,
-                                      const ExtraTask& extra_task)
-      : linear(row.linear),
-        sum(wants_sum(row, filters)),
-        argmax(!row.linear && (want_argmax || is_greedy(filters))),
-        extra(extra_task.kind),
-        logit(extra_task.logit),
-        scale(log2_scale(1.0 / filters.temperature)) {
-    if (extra == Extra::kEntropy && has_filter(filters)) extra = Extra::kNone;  // the kept ones'
+                                      const ExtraTask& extra)
+      : logit(extra.logit), scale(log2_scale(1.0 / filters.temperature)) {
+    if (row.linear) looks |= kLinear;
+    if (wants_sum(row, filters)) looks |= kSum;
+    if (want_argmax || is_greedy(filters)) looks |= kArgmax;
+    if (extra.kind == Extra::kRank) looks |= kRank;
+    // With filters the entropy is that of what they keep (cutoff.cuh).
+    if (extra.kind == Extra::kEntropy && !has_filter(filters)) looks |= kEntropy;
   }
+  __device__ __forceinline__ bool looks_for(Look look) const { return (looks & look) != 0; }
 };
 
 // Maxima of the groups of a warp's vector: 16 lanes hold a group.
@@ -110,7 +117,7 @@ __device__ __forceinline__ void sum_weights(const ScanTask& task, const float* x
   const float reference = s->max > -INFINITY ? s->max : 0.0f;
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   float entropies[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (task.extra == Extra::kEntropy) {
+  if (task.looks_for(kEntropy)) {
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
       const float log2_weight = (x[j] - reference) * task.scale;
@@ -156,7 +163,7 @@ __device__ __forceinline__ float count_above(const float* x, float logit) {
 __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const float* x,
                                                  float* group_max) {
   WarpSummary s{0.0f, 0, 1, 0.0f, 0.0f};
-  if (task.linear) {
+  if (task.looks_for(kLinear)) {
     scan_probabilities(x, &s);
     return s;
   }
@@ -170,20 +177,21 @@ __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const flo
     if (group_max != nullptr) write_group_max(step_max, step, group_max);
   }
   s.max = warp_max(max);
-  if (task.sum) {
+  if (task.looks_for(kSum)) {
     sum_weights(task, x, &s);
   } else {
     s.fine = all_fine(x);
   }
-  if (task.argmax) s.argmax = find_first(x, s.max);
-  if (task.extra == Extra::kRank) s.extra = count_above(x, task.logit);
+  if (task.looks_for(kArgmax)) s.argmax = find_first(x, s.max);
+  if (task.looks_for(kRank)) s.extra = count_above(x, task.logit);
   return s;
 }
 
 // By one thread, in the order of warps.
 __device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
                                                      const WarpSummary* warps) {
-  TileSummary s{task.linear ? 0.0f : -INFINITY, 0, 1, 0.0, 0.0};
+  const bool linear = task.looks_for(kLinear);
+  TileSummary s{linear ? 0.0f : -INFINITY, 0, 1, 0.0, 0.0};
   for (int w = 0; w < kWarps; ++w) {
     s.fine &= warps[w].fine;
     if (warps[w].max > s.max) {
@@ -192,16 +200,46 @@ __device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
     }
   }
   for (int w = 0; w < kWarps; ++w) {
-    if (task.extra == Extra::kRank) s.extra += warps[w].extra;
-    if (!task.linear && !(warps[w].sum > 0.0f)) continue;
-    const float shift = task.linear ? 0.0f : (warps[w].max - s.max) * task.scale;
+    if (task.looks_for(kRank)) s.extra += warps[w].extra;
+    if (!linear && !(warps[w].sum > 0.0f)) continue;
+    const float shift = linear ? 0.0f : (warps[w].max - s.max) * task.scale;
     const double weight = exp2_weight(shift);
     s.sum += weight * warps[w].sum;
-    if (task.extra == Extra::kEntropy) {
+    if (task.looks_for(kEntropy)) {
       s.extra += weight * (warps[w].extra + static_cast<double>(shift) * warps[w].sum);
     }
   }
   return s;
+}
+
+// The loop of scan_tiles, for rows of one type: `tiles` tiles from the beginning of a span. 16-bit
+// entries are loaded a tile ahead; 32-bit ones need as many registers as their values, and have
+// twice as many loads in flight anyway.
+template <Element kElement>
+__device__ __forceinline__ void scan_span(const ScanTask& task, Span span, int32_t tiles,
+                                          TileSummary* out, float* group_max,
+                                          WarpSummary (*of_warp)[kWarps]) {
+  constexpr int kBytes = bytes_of(kElement);
+  RawTile raw;
+  bool loaded = false;
+  for (int32_t k = 0; k < tiles; ++k) {
+    float x[kPerThread];
+    if (!loaded) load_span<Layout::kStriped, kBytes>(kElement, span, &raw);
+    widen_tile(kElement, raw, x);
+    span = {span.data + kTile * kBytes, span.left - kTile, kVector, task.looks_for(kLinear)};
+    loaded = kBytes == 2 && k + 1 < tiles && is_plain_tile(span);
+    if (loaded) load_plain_tile<Layout::kStriped, kBytes>(span, &raw);
+    const WarpSummary s =
+        scan_warp(task, x, group_max != nullptr ? group_max + k * kTileGroups : nullptr);
+    const int32_t waiting = k % kTilesAtOnce;
+    if (threadIdx.x % kWarp == 0) of_warp[waiting][threadIdx.x / kWarp] = s;
+    if (waiting + 1 < kTilesAtOnce && k + 1 < tiles) continue;
+    __syncthreads();
+    if (static_cast<int32_t>(threadIdx.x) <= waiting) {
+      out[k - waiting + threadIdx.x] = combine_warps(task, of_warp[threadIdx.x]);
+    }
+    __syncthreads();
+  }
 }
 
 // Writes out[t - first] for the tiles [first, last) of a row and, if group_max is not null and the
@@ -213,23 +251,16 @@ __device__ inline void scan_tiles(const Row& row, const Filters& filters, bool w
   if (row.data == nullptr || first >= last) return;
   const ScanTask task(row, filters, want_argmax, extra);
   if (!wants_group_max(row, filters)) group_max = nullptr;
-  RawTile next;
-  load_tile<Layout::kStriped>(row, first, &next);
-  for (int64_t base = first; base < last; base += kTilesAtOnce) {
-    const int tiles = clamp_to(last - base, 0, kTilesAtOnce);
-    for (int k = 0; k < tiles; ++k) {
-      float x[kPerThread];
-      widen_tile(row.element, next, x);
-      if (base + k + 1 < last) load_tile<Layout::kStriped>(row, base + k + 1, &next);
-      float* maxima = group_max != nullptr ? group_max + (base + k - first) * kTileGroups : nullptr;
-      const WarpSummary s = scan_warp(task, x, maxima);
-      if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = s;
-    }
-    __syncthreads();
-    if (static_cast<int>(threadIdx.x) < tiles) {
-      out[base - first + threadIdx.x] = combine_warps(task, of_warp[threadIdx.x]);
-    }
-    __syncthreads();
+  const int32_t tiles = static_cast<int32_t>(last - first);
+  if (row.element == Element::kFloat32) {
+    scan_span<Element::kFloat32>(task, span_from<4>(row, first * kTile), tiles, out, group_max,
+                                 of_warp);
+  } else if (row.element == Element::kBFloat16) {
+    scan_span<Element::kBFloat16>(task, span_from<2>(row, first * kTile), tiles, out, group_max,
+                                  of_warp);
+  } else {
+    scan_span<Element::kFloat16>(task, span_from<2>(row, first * kTile), tiles, out, group_max,
+                                 of_warp);
   }
 }
 

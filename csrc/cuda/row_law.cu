@@ -18,7 +18,8 @@ struct Rows {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) write_laws(const Rows rows, const LawScratch s) {
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    write_laws(const Rows rows, const LawScratch s) {
   const RowLawParams& p = rows.p;
   const int64_t r = blockIdx.x;
   const FilteredRow task = rows(r);

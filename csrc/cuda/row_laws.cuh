@@ -55,7 +55,7 @@ __device__ __forceinline__ const float* group_max_of(const LawScratch& s, int64_
 
 // Grid: (row, split). Numerics and traffic: law_pass.cuh.
 template <typename Rows>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     scan_rows(const Rows rows, const LawScratch s, bool want_argmax, int64_t splits) {
   const int64_t r = blockIdx.x / splits;
   const int64_t split = blockIdx.x % splits;
@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // Grid: a block a row. Numerics and traffic: cutoff.cuh.
 template <typename Rows>
-__global__ void __launch_bounds__(kThreads) finish_rows(const Rows rows, const LawScratch s) {
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    finish_rows(const Rows rows, const LawScratch s) {
   const int64_t r = blockIdx.x;
   const FilteredRow task = rows(r);
   double unused = 0.0;

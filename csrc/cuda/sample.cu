@@ -52,7 +52,7 @@ __device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& dr
 }
 
 // Grid: (row, split).
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     draw_tokens(const Rows rows, const LawScratch s, uint64_t* tile_sums, int64_t splits) {
   __shared__ SharedArray<DrawTask, 1> draw_memory;
   const int64_t b = blockIdx.x / splits;

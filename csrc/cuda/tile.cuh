@@ -15,6 +15,10 @@ constexpr int kPerThread = static_cast<int>(kTile) / kThreads;
 constexpr int kSteps = kPerThread / kVector;
 static_assert(kPerThread % kVector == 0, "a thread takes whole vectors");
 
+// Blocks that a multiprocessor shall hold at once, for __launch_bounds__.
+constexpr int kBlocksAt64Registers = 1024 / kThreads;
+constexpr int kBlocksAt80Registers = 768 / kThreads;
+
 constexpr int kTileGroups = static_cast<int>(kTile) / kGroup;
 
 // ---- who takes which tiles
@@ -59,12 +63,35 @@ struct RawTile {
   RawVector step[kSteps];
 };
 
-template <Layout kLayout>
-__device__ __forceinline__ void load_tile(const Row& row, int64_t tile, RawTile* out) {
-  const Span span = span_from(row, tile * kTile);
+// Whether the tile at the beginning of a span is whole and aligned.
+__device__ __forceinline__ bool is_plain_tile(const Span& span) {
+  return misalignment(span) == 0 && span.left >= kTile;
+}
+
+template <Layout kLayout, int kBytes>
+__device__ __forceinline__ void load_plain_tile(const Span& span, RawTile* out) {
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    load_vector(row.element, span, vector_offset<kLayout>(s), &out->step[s]);
+    load_aligned<kBytes>(span, vector_offset<kLayout>(s), &out->step[s]);
+  }
+}
+
+// Any tile at the beginning of a span.
+template <Layout kLayout, int kBytes>
+__device__ __forceinline__ void load_span(Element element, const Span& span, RawTile* out) {
+  if (is_plain_tile(span)) return load_plain_tile<kLayout, kBytes>(span, out);
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    load_vector<kBytes>(element, span, vector_offset<kLayout>(s), &out->step[s]);
+  }
+}
+
+template <Layout kLayout>
+__device__ __forceinline__ void load_tile(const Row& row, int64_t tile, RawTile* out) {
+  if (row.element == Element::kFloat32) {
+    load_span<kLayout, 4>(row.element, span_from<4>(row, tile * kTile), out);
+  } else {
+    load_span<kLayout, 2>(row.element, span_from<2>(row, tile * kTile), out);
   }
 }
 

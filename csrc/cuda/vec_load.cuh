@@ -1,9 +1,9 @@
 // Loads of eight consecutive entries of a row by one thread, whatever the row's alignment.
 //
-// 16-byte loads of aligned addresses only: one for 16-bit entries and two for 32-bit ones where the
-// row is aligned; otherwise one more, and the bytes between them are cut out by shifts. A vector
-// for which that would read outside the row is read entry by entry. Traffic: 2 or 4 bytes an entry
-// (the extra load of a misaligned row hits the cache line of its neighbour).
+// 16-byte loads of aligned addresses only, one for each 16 bytes where the row is aligned.
+// Otherwise two, and the bytes between them are cut out by shifts: the second hits the cache line
+// of the neighbour's first. Where that would read outside the row, entries are read one by one.
+// Traffic: 2 or 4 bytes an entry.
 #pragma once
 
 #include "../core/rows.h"
@@ -22,110 +22,119 @@ struct RawVector {
   uint32_t word[kVector];
 };
 
-// The entries of a row from one of them on. Offsets from there are small.
+// The entries of a row from one of them on, whose number is a multiple of kVector.
 struct Span {
   const char* data;
-  int32_t before;      // entries of the row before the first, at most kVector
-  int32_t count;       // entries of the row from the first on, at most kTile + 2 * kVector
-  int32_t misaligned;  // bytes past a multiple of kLoad, of the row's start and each vector's
-  uint32_t nothing;    // bits of an entry of weight 0
+  int64_t left;    // entries of the row from there on; may be negative
+  int32_t before;  // entries of the row before, at most kVector
+  bool linear;
 };
 
 __device__ __forceinline__ int32_t clamp_to(int64_t value, int32_t low, int32_t high) {
   return static_cast<int32_t>(value < low ? low : value > high ? high : value);
 }
 
-__device__ __forceinline__ uint32_t nothing_bits(const Row& row) {
-  if (row.linear) return 0;
-  if (row.element == Element::kFloat32) return 0xFF800000u;
-  return row.element == Element::kBFloat16 ? 0xFF80u : 0xFC00u;
-}
-
-// `first` is a multiple of kVector, and may lie past the row.
+template <int kBytes>
 __device__ __forceinline__ Span span_from(const Row& row, int64_t first) {
-  const int64_t bytes = row.element == Element::kFloat32 ? 4 : 2;
-  const char* data = static_cast<const char*>(row.data);
-  return {data + first * bytes, clamp_to(first, 0, kVector),
-          clamp_to(row.vocab - first, 0, static_cast<int32_t>(kTile) + 2 * kVector),
-          static_cast<int32_t>(reinterpret_cast<uintptr_t>(data) % kLoad), nothing_bits(row)};
+  return {static_cast<const char*>(row.data) + first * kBytes, row.vocab - first,
+          clamp_to(first, 0, kVector), row.linear};
 }
 
-template <int kParts>
-__device__ __forceinline__ void load_parts(const char* address, uint32_t* words) {
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    const uint4 part = *reinterpret_cast<const uint4*>(address + i * kLoad);
-    words[4 * i] = part.x;
-    words[4 * i + 1] = part.y;
-    words[4 * i + 2] = part.z;
-    words[4 * i + 3] = part.w;
-  }
+__device__ __forceinline__ constexpr int bytes_of(Element element) {
+  return element == Element::kFloat32 ? 4 : 2;
 }
 
-// The words that begin `bytes` (below 16) into `from`, without an index that is not known to the
-// compiler: that would move the words from registers to memory.
-template <int kWords>
+// Bits of an entry of weight 0.
+__device__ __forceinline__ uint32_t nothing_bits(Element element, bool linear) {
+  if (linear) return 0;
+  if (element == Element::kFloat32) return 0xFF800000u;
+  return element == Element::kBFloat16 ? 0xFF80u : 0xFC00u;
+}
+
+__device__ __forceinline__ void load_words(const char* address, uint32_t* words) {
+  const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(address));
+  words[0] = loaded.x;
+  words[1] = loaded.y;
+  words[2] = loaded.z;
+  words[3] = loaded.w;
+}
+
+// The four words that begin `bytes` (below 16) into eight, without an index that the compiler does
+// not know: that would move the words from registers to memory.
 __device__ __forceinline__ void cut_out(const uint32_t* from, int32_t bytes, uint32_t* to) {
-  uint32_t by_word[kWords + 1];
+  uint32_t by_word[5];
 #pragma unroll
-  for (int i = 0; i <= kWords; ++i) {
+  for (int i = 0; i < 5; ++i) {
     const uint32_t low = bytes & 4 ? from[i + 1] : from[i];
     const uint32_t high = bytes & 4 ? from[i + 3] : from[i + 2];
     by_word[i] = bytes & 8 ? high : low;
   }
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
+  for (int i = 0; i < 4; ++i) {
     to[i] = __funnelshift_r(by_word[i], by_word[i + 1], bytes % 4 * 8);
   }
 }
 
+// kLoad bytes of entries, of which the row has the first `count`.
 template <int kBytes>
-__device__ __forceinline__ void load_entries(const Span& span, int32_t offset, RawVector* out) {
+__device__ __forceinline__ void load_entries(const char* address, int32_t count, uint32_t nothing,
+                                             uint32_t* words) {
   constexpr int kPerWord = 4 / kBytes;
 #pragma unroll
-  for (int i = 0; i < kVector / kPerWord; ++i) {
-    uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    words[i] = 0;
 #pragma unroll
     for (int j = 0; j < kPerWord; ++j) {
-      const int32_t at = offset + i * kPerWord + j;
-      uint32_t entry = span.nothing;
-      if (at < span.count) {
+      const int at = i * kPerWord + j;
+      uint32_t entry = nothing;
+      if (at < count) {
         if (kBytes == 4) {
-          entry = reinterpret_cast<const uint32_t*>(span.data)[at];
+          entry = __ldg(reinterpret_cast<const uint32_t*>(address) + at);
         } else {
-          entry = reinterpret_cast<const uint16_t*>(span.data)[at];
+          entry = __ldg(reinterpret_cast<const uint16_t*>(address) + at);
         }
       }
-      word |= entry << (j * 16);
+      words[i] |= entry << (j * 16);
     }
-    out->word[i] = word;
   }
 }
 
+__device__ __forceinline__ int32_t misalignment(const Span& span) {
+  return static_cast<int32_t>(reinterpret_cast<uintptr_t>(span.data) % kLoad);
+}
+
+// The entries [offset, offset + kVector) of an aligned span, which are known to be there.
 template <int kBytes>
-__device__ __forceinline__ void load_vector_of(const Span& span, int32_t offset, RawVector* out) {
-  constexpr int kParts = kVector * kBytes / kLoad;
-  const char* address = span.data + offset * kBytes;
-  const int32_t lead = span.misaligned / kBytes;
-  if (span.misaligned == 0 && offset + kVector <= span.count) {
-    load_parts<kParts>(address, out->word);
-  } else if (span.misaligned != 0 && offset + span.before >= lead &&
-             offset - lead + (kParts + 1) * kLoad / kBytes <= span.count) {
-    uint32_t words[4 * kParts + 4];
-    load_parts<kParts + 1>(address - span.misaligned, words);
-    cut_out<4 * kParts>(words, span.misaligned, out->word);
-  } else {
-    load_entries<kBytes>(span, offset, out);
+__device__ __forceinline__ void load_aligned(const Span& span, int32_t offset, RawVector* out) {
+#pragma unroll
+  for (int i = 0; i < kVector * kBytes / kLoad; ++i) {
+    load_words(span.data + offset * kBytes + i * kLoad, out->word + 4 * i);
   }
 }
 
-// The entries [offset, offset + kVector) of a span; those past the row have weight 0.
+// The same of any span; entries past the row have weight 0.
+template <int kBytes>
 __device__ __forceinline__ void load_vector(Element element, const Span& span, int32_t offset,
                                             RawVector* out) {
-  if (element == Element::kFloat32) {
-    load_vector_of<4>(span, offset, out);
-  } else {
-    load_vector_of<2>(span, offset, out);
+  constexpr int32_t kEntries = kLoad / kBytes;
+  const int32_t misaligned = misalignment(span);
+  const int32_t lead = misaligned / kBytes;
+#pragma unroll
+  for (int i = 0; i < kVector / kEntries; ++i) {
+    const int32_t first = offset + i * kEntries;
+    const int32_t count = clamp_to(span.left - first, 0, 2 * kEntries);
+    const char* address = span.data + first * kBytes;
+    uint32_t* words = out->word + 4 * i;
+    if (misaligned == 0 && count >= kEntries) {
+      load_words(address, words);
+    } else if (misaligned != 0 && first + span.before >= lead && count >= 2 * kEntries - lead) {
+      uint32_t around[8];
+      load_words(address - misaligned, around);
+      load_words(address - misaligned + kLoad, around + 4);
+      cut_out(around, misaligned, words);
+    } else {
+      load_entries<kBytes>(address, count, nothing_bits(element, span.linear), words);
+    }
   }
 }
 

@@ -27,7 +27,8 @@ using namespace SPECDEC_CPU_ISA;
 
 // ---- laws ---
 
-__global__ void scan_laws(const VerifyParams p, const Scratch s, int64_t splits) {
+__global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
+    scan_laws(const VerifyParams p, const Scratch s, int64_t splits) {
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index / s.rows;
@@ -37,7 +38,8 @@ __global__ void scan_laws(const VerifyParams p, const Scratch s, int64_t splits)
   scan_share(row_task(p, request[0], slot), s, unit.index, unit.split, splits);
 }
 
-__global__ void finish_laws(const VerifyParams p, const Scratch s) {
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    finish_laws(const VerifyParams p, const Scratch s) {
   __shared__ SharedArray<Request, 1> request;
   const int64_t row = blockIdx.x;
   open_in_block(p, row / s.rows, request.data());
@@ -54,7 +56,8 @@ __global__ void finish_laws(const VerifyParams p, const Scratch s) {
 
 // ---- the extra token ---
 
-__global__ void draw_extra(const VerifyParams p, const Scratch s, int64_t splits) {
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    draw_extra(const VerifyParams p, const Scratch s, int64_t splits) {
   __shared__ SharedArray<Outcome, 1> outcome;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
@@ -80,7 +83,8 @@ __device__ RowTask raw_task(const VerifyParams& p, int64_t b, int64_t i) {
   return task;
 }
 
-__global__ void scan_raw(const VerifyParams p, const Scratch s, int64_t splits) {
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    scan_raw(const VerifyParams p, const Scratch s, int64_t splits) {
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index / (p.gamma + 1);
   const int64_t i = unit.index % (p.gamma + 1);
@@ -88,7 +92,8 @@ __global__ void scan_raw(const VerifyParams p, const Scratch s, int64_t splits) 
 }
 
 // A warp a row.
-__global__ void write_raw_logprobs(const VerifyParams p, const Scratch s) {
+__global__ void __launch_bounds__(kThreads)
+    write_raw_logprobs(const VerifyParams p, const Scratch s) {
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (place >= p.batch * (p.gamma + 1)) return;
   const int64_t b = place / (p.gamma + 1);

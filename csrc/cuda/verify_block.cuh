@@ -34,7 +34,8 @@ __device__ void flow_through(Request* r, const NodeFacts* facts, int64_t base, i
   }
 }
 
-__global__ void block_masses(const VerifyParams p, const Scratch s, int64_t splits) {
+__global__ void __launch_bounds__(kThreads)
+    block_masses(const VerifyParams p, const Scratch s, int64_t splits) {
   __shared__ SharedArray<Request, 1> request;
   __shared__ SharedArray<DrawTask, 1> residual;
   __shared__ LawStorage storage;
@@ -109,7 +110,8 @@ __device__ void report_block(const VerifyParams& p, const Scratch& s, const Requ
   }
 }
 
-__global__ void decide_block(const VerifyParams p, const Scratch s, int64_t splits) {
+__global__ void __launch_bounds__(kThreads)
+    decide_block(const VerifyParams p, const Scratch s, int64_t splits) {
   __shared__ SharedArray<Request, 1> request;
   __shared__ LawStorage storage;
   __shared__ int32_t accepted, leaf;

@@ -13,7 +13,8 @@ namespace {
 
 using namespace SPECDEC_CPU_ISA;
 
-__global__ void decide_stepwise(const VerifyParams p, const Scratch s, int64_t splits) {
+__global__ void __launch_bounds__(kThreads)
+    decide_stepwise(const VerifyParams p, const Scratch s, int64_t splits) {
   __shared__ SharedArray<Request, 1> request;
   __shared__ SharedArray<Walk, 1> walk;
   __shared__ LawStorage storage;

@@ -94,6 +94,7 @@ struct Machine {
   int returned = 0;
   void (*thread)(const void*) = nullptr;
   const void* context = nullptr;
+  int lost = -1;
   std::string error;
   uint64_t random = 1;
   int64_t launches = 0;
@@ -132,7 +133,7 @@ void live() {
   change(&m.fibres[self]->place, &m.caller);
   for (;;) {
     try {
-      m.thread(m.context);
+      if (self != m.lost) m.thread(m.context);
     } catch (const std::exception& e) {
       m.error = e.what();
     }
@@ -284,6 +285,7 @@ void run_block(Machine* m, int64_t block, const SharedMemory& shared) {
 
 // Threads that will never go on leave their stacks as they are: kernels own nothing.
 [[noreturn]] void give_up(Machine* m, const char* kernel, int64_t block) {
+  m->lost = -1;
   const std::string error =
       std::string(kernel) + ", block " + std::to_string(block) + ": " + m->error;
   m->error.clear();
@@ -349,18 +351,22 @@ void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(co
     run_block(&m, block, shared);
     if (!m.error.empty()) give_up(&m, kernel, block);
   }
+  m.lost = -1;
 }
 
 void set_seed(uint64_t seed) {
-  Machine& m = the_machine;
-  const std::lock_guard<std::mutex> lock(m.one_launch_at_a_time);
-  m.random = seed * 0x9E3779B97F4A7C15u | 1;  // never 0
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.random = seed * 0x9E3779B97F4A7C15u | 1;  // never 0
+}
+
+void lose_thread(int thread) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.lost = thread;
 }
 
 int64_t num_launches() {
-  Machine& m = the_machine;
-  const std::lock_guard<std::mutex> lock(m.one_launch_at_a_time);
-  return m.launches;
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  return the_machine.launches;
 }
 
 }  // namespace fibres

@@ -46,6 +46,9 @@ void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(co
 // The order of blocks and threads from here on.
 void set_seed(uint64_t seed);
 
+// In the next launch this thread of every block returns at once: others wait for it in vain.
+void lose_thread(int thread);
+
 // Launches so far.
 int64_t num_launches();
 

@@ -94,6 +94,7 @@ SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
 #define SPECDEC_TEST extern "C" __attribute__((visibility("default")))
 
 SPECDEC_TEST void fibres_seed(uint64_t seed) { specdec::fibres::set_seed(seed); }
+SPECDEC_TEST void fibres_lose_thread(int thread) { specdec::fibres::lose_thread(thread); }
 SPECDEC_TEST int64_t fibres_launches() { return specdec::fibres::num_launches(); }
 SPECDEC_TEST int64_t fibres_allocations() { return specdec::asked.allocations; }
 SPECDEC_TEST int64_t fibres_bytes() { return specdec::asked.bytes; }
