@@ -177,11 +177,11 @@ __device__ LawRow draft_law_row(const VerifyParams& p, const Request& r, const L
   return {draft_row(p, r.b, i), laws.laws[p.gamma + 1 + i]};
 }
 
-// Facts of nodes [base, base + kNodesAtOnce), as far as the request goes.
+// Facts of nodes [base, base + kNodesAtOnce) up to `last`, whose laws must be there.
 __device__ void look_at_nodes(const VerifyParams& p, const Request& r, const Laws& laws,
-                              int64_t base, NodeFacts* facts) {
+                              int64_t base, int64_t last, NodeFacts* facts) {
   const int64_t i = base + threadIdx.x;
-  if (threadIdx.x < kNodesAtOnce && i <= r.drafted) {
+  if (threadIdx.x < kNodesAtOnce && i <= last) {
     facts[threadIdx.x] = node_facts(p, r, i, target_law_row(p, r, laws, i),
                                     draft_law_row(p, r, laws, i), laws.extras[i]);
   }

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   const Laws laws = gather_laws(p, s, r, 0, node, &storage);
   if (threadIdx.x == 0) flow.inflow = 1.0;
   for (int64_t base = 0; base <= node; base += kNodesAtOnce) {
-    look_at_nodes(p, r, laws, base, facts);
+    look_at_nodes(p, r, laws, base, node, facts);
     if (threadIdx.x == 0) flow_through(&r, facts, base, node, &flow);
     __syncthreads();
     if (flow.done) break;

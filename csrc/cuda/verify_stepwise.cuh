@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) walk[0] = Walk{};
   const Laws laws = gather_laws(p, s, r, 0, r.drafted, &storage);
   for (int64_t base = 0; base <= r.drafted; base += kNodesAtOnce) {
-    look_at_nodes(p, r, laws, base, facts);
+    look_at_nodes(p, r, laws, base, r.drafted, facts);
     if (threadIdx.x == 0) {
       for (int64_t i = base; i < base + kNodesAtOnce && walk[0].walking; ++i) {
         visit(p, &r, walk.data(), i, facts[i - base], target_law_row(p, r, laws, i),
