@@ -114,8 +114,13 @@ INTERPRETED = {
     "test_thresholds.test_largest_float16_and_float32_logits": 1,
 }
 
-# Blocks of one warp run everything; blocks of several, what their collectives can change.
-ONE_WARP = {"test_law.test_many_pairs_of_models": 0}
+# Blocks of one warp run everything that they can run in good time and that is about kernels;
+# blocks of several, what their collectives can change.
+ONE_WARP = {
+    "test_law.test_many_pairs_of_models": 0,
+    "test_errors.test_more_columns_than_counters": 0,
+    "test_invariance.test_outputs_do_not_require_grad": 0,
+}
 FOUR_WARPS = dict.fromkeys(
     ("test_parity", "test_filters", "test_status", "test_tables", "test_thresholds"), 1
 )

@@ -333,8 +333,9 @@ def test_cuda_library_depends_on_torch_alone(cuda_library):
 
 
 LOAD_CUDA = """
-import ctypes, sys, torch, specdec_ext
-library, stub, *operators = sys.argv[1:]
+import ctypes, sys, torch
+schemas, library, stub, *operators = sys.argv[1:]
+torch.ops.load_library(schemas)  # not the package: Triton takes what no library has registered
 for name in operators:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert not has(f"specdec::{name}", "CUDA")
@@ -349,7 +350,7 @@ def test_cuda_library_registers_every_operator(cuda_library):
     stub = cuda_library.with_name("libtorch_cuda.so")
     if torch.version.cuda is not None:
         pytest.skip("torch has CUDA: the tests of the GPU load the library")
-    arguments = (str(cuda_library), str(stub), *OPERATORS)
+    arguments = (str(PACKAGE / "_C.so"), str(cuda_library), str(stub), *OPERATORS)
     output = checked_output_of(sys.executable, "-c", LOAD_CUDA, *arguments)
     assert output == f"{[True] * len(OPERATORS)}\n"
 
@@ -370,6 +371,10 @@ def test_values_of_the_switch():
     assert status != 0 and "SPECDEC_CUDA must be 0 or 1, got 'yes'" in output
 
 
+# A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh).
+ONLY_ON_THE_HOST = {"open_request", "radix_descend", "tile_groups"}
+
+
 def test_every_core_function_is_compiled_for_the_device():
     # Called by a kernel, or by a core function that is.
     core = "\n".join(path.read_text() for path in sorted((ROOT / "csrc" / "core").glob("*.h")))
@@ -382,4 +387,4 @@ def test_every_core_function_is_compiled_for_the_device():
         new = {name for name in bodies if re.search(rf"\b{name}\(", text)} - called
         called |= new
         todo += [bodies[name].split("{", 1)[1] for name in new]
-    assert len(bodies) > 30 and called == set(bodies)
+    assert len(bodies) > 30 and called == set(bodies) - ONLY_ON_THE_HOST
