@@ -166,8 +166,8 @@ def test_vocabularies_and_their_tiles():
     [
         ("token", 3, 1, {}),
         ("block", 2, 2, {}),
-        ("token", 2, 2, dict(as_probs=True)),
-        ("block", 3, 1, dict(temperature=torch.tensor([0.5]))),
+        ("token", 2, 1, dict(as_probs=True)),
+        ("block", 3, 1, dict(temperature=0.5)),
     ],
     ids=str,
 )
@@ -179,12 +179,12 @@ def test_emitted_law_is_the_targets(rule, vocab, gamma, options):
     assert abs(float(law.num_accepted.sum()) - 1) < 1e-9
 
 
-def test_exact_law_sees_a_wrong_residual():
-    # The residual of a neighbouring request's uniform: u is reused for the coin and the draw.
+def test_exact_law_sees_a_wrong_q():
+    # The q that is passed is not the law that was sampled.
     target, draft = toy_models(41, 3, 1)
 
-    def wrong(*args, uniforms, **kwargs):
-        return TRITON.verify(*args, uniforms=uniforms[:, [0, 0]], **kwargs)
+    def wrong(*args, draft_logits, **kwargs):
+        return TRITON.verify(*args, draft_logits=draft_logits / 2, **kwargs)
 
     assert exact_law(wrong, target, draft, rule="token", bits=14).tv > 0.03
 

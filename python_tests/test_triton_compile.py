@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 SCRIPT = """
-import inspect, pkgutil, sys
+import pkgutil, sys
 from importlib import import_module
 
 import torch, triton
@@ -65,13 +65,14 @@ def verify(rule, **options):
     operators.verify(**case.inputs)
 
 
-verify("block", dtype=bf16, draft_filters=True)
-operators.row_law(row, **filters)
-operators.sample(row, torch.zeros(2, dtype=torch.float64))
-operators.acceptance(row, row)
-operators.uniforms(seeds, seeds, 4)
-verify("top_beta", dtype=bf16, filters=False)
-if extent == "all":
+if extent == "every kernel":
+    verify("block", dtype=bf16, draft_filters=True)
+    verify("top_beta", dtype=bf16, filters=False)
+    operators.row_law(row, **filters)
+    operators.sample(row, torch.zeros(2, dtype=torch.float64))
+    operators.acceptance(row, row)
+    operators.uniforms(seeds, seeds, 4)
+else:
     verify("token", filters=False, philox=True, packed=True, id_dtype=i32, kinds="mixed")
     verify("lenient", dtype=f16, draft="probs", vocab=1, raw_logprobs=True, layout="padded")
     verify("typical", dtype=bf16, vocab=9001, draft="none", stream=1, philox=True)
@@ -87,14 +88,16 @@ for module in pkgutil.iter_modules(backend.__path__):
         # A kernel, as opposed to a device function, says what its grid is.
         if isinstance(value, triton.JITFunction) and "Grid:" in value.fn.__doc__:
             kernels.add(value.__name__)
-assert kernels == set(compiled), kernels ^ set(compiled)
+left = kernels - set(compiled) if extent == "every kernel" else set()
+assert not left and set(compiled) <= kernels, (left, compiled)
 print(len(kernels), "kernels,", sum(map(len, compiled.values())), "variants")
 """
 
 TARGETS = [
-    ("cuda", "90", "32", "all"),
-    ("cuda", "80", "32", "some"),
-    ("hip", "gfx942", "64", "some"),
+    ("cuda", "90", "32", "every kernel"),
+    ("cuda", "90", "32", "more variants"),
+    ("cuda", "80", "32", "every kernel"),
+    ("hip", "gfx942", "64", "every kernel"),
 ]
 
 
@@ -104,4 +107,4 @@ def test_kernels_compile(run_python, target):
     done = run_python(SCRIPT, *target, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr
     kernels, variants = (int(word) for word in done.stdout.split() if word.isdigit())
-    assert variants >= kernels > 10  # all that there are: the script compares names
+    assert kernels > 10 and variants > 10
