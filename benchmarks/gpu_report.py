@@ -177,7 +177,7 @@ def run(
     Variables are added to the environment, whose PYTHONPATH has the source tree's package.
     """
     told = " ".join([*(f"{k}={v}" for k, v in variables.items()), shlex.join(command)])
-    step = Step(name, told.replace(str(ROOT) + os.sep, "").replace(sys.executable, "python"))
+    step = Step(name, told.replace(sys.executable, "python").replace(str(ROOT) + os.sep, ""))
     ours = {"PYTHONPATH": search_path(ROOT), "PYTHONUNBUFFERED": "1"}
     print(f"[{name}] at most {limit:.0f} s: {step.command}", flush=True)
     partial = report.options.out / f"{name}.partial"

@@ -242,8 +242,8 @@ def test_draft_token_outside_the_draft_filters(backend):
         log_probs([[LAW, LAW]]),
         torch.tensor([[1]]),
         log_probs([[[0.1, 0.2, 0.1, 0.5, 0.05, 0.05]]]),
-        uniforms=f64([[0.0, 0.45]]),
+        uniforms=f64([[0.0, 0.5]]),
         **params,
     )
     assert result.status.tolist() == [4] and result.num_accepted.tolist() == [0]
-    assert result.tokens[0, 0] == 2  # u = .45 draws from p: .05, .45, .55 are the prefix sums
+    assert result.tokens[0, 0] == 2  # u = .5 draws from p: .05, .45, .55 are the prefix sums

@@ -162,10 +162,10 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     if backend not in _BACKENDS:
         names = ", ".join(_BACKENDS)
         raise ValueError(f"{op}: backend must be one of auto, {names}, got {backend!r}")
-    reason = absences()[backend]
+    chosen = _BACKENDS[backend]
+    reason = chosen.absence()
     if reason is not None:
         raise ValueError(f"{op}: backend {backend!r} is absent: {reason}")
-    chosen = _BACKENDS[backend]
     if not chosen.serves(device):
         raise ValueError(f"{op}: backend {backend!r} needs {chosen.wants}, got {device}")
     return chosen.operators()
