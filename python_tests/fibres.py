@@ -9,7 +9,8 @@ import ctypes
 import fcntl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,21 @@ BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
 THREADS = (32, 128)
 
 
+@contextmanager
+def one_at_a_time(name: str) -> Iterator[None]:
+    """Keep test processes that run side by side from building the same thing at once."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build" / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @cache
 def build() -> None:
     """Bring the libraries up to date; nothing changed, next to nothing runs."""
     if not (BUILD / "CMakeCache.txt").exists():
         raise RuntimeError(f"{BUILD} is not configured: run `python setup.py build_ext --inplace`")
-    with open(BUILD / "fibres.lock", "w") as lock:  # test processes start side by side
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time("fibres"):
         done = subprocess.run(
             [sys.executable, "-m", "cmake", "--build", str(BUILD), "--target", "fibres"],
             stdout=subprocess.PIPE,

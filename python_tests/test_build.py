@@ -12,6 +12,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import fibres
 import pytest
 import torch
 
@@ -289,7 +290,8 @@ def cuda_library():
     """The CUDA library, compiled and linked with warnings as errors."""
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc")
-    checked_output_of(sys.executable, "setup.py", "--quiet", "cuda_gate")
+    with fibres.one_at_a_time("cuda-gate"):
+        checked_output_of(sys.executable, "setup.py", "--quiet", "cuda_gate")
     return ROOT / "build" / "cuda-gate" / "_C_cuda.so"
 
 
