@@ -103,6 +103,44 @@ def _verify(
     )
 
 
+def _verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_probs: Tensor | None = None,
+    kinds: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    target_rows: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    stream: int = 0,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_temperature: Tensor | None = None,
+    draft_top_k: Tensor | None = None,
+    draft_top_p: Tensor | None = None,
+    draft_min_p: Tensor | None = None,
+    rule: str = "traversal",
+    raw_logprobs: bool = False,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, nodes = tokens.shape
+    return (
+        target_logits.new_empty((batch, nodes), dtype=torch.int64),
+        target_logits.new_empty((batch, nodes), dtype=torch.int64),
+        target_logits.new_empty((batch,), dtype=torch.int32),
+        target_logits.new_empty((batch, nodes), dtype=torch.float32),
+        target_logits.new_empty((batch, nodes), dtype=torch.float32),
+        target_logits.new_empty((batch,), dtype=torch.int32),
+    )
+
+
 def _acceptance(
     target_logits: Tensor,
     draft_logits: Tensor,
@@ -129,6 +167,7 @@ FAKES = {
     "row_law": _row_law,
     "sample": _sample,
     "verify": _verify,
+    "verify_tree": _verify_tree,
     "acceptance": _acceptance,
     "uniforms": _uniforms,
 }

@@ -1137,3 +1137,12 @@ def _row(table: Tensor, rows: Tensor | None, b: int, i: int) -> Tensor | None:
 def _clamped(u: float) -> float:
     """Clamp to [0, 1 - 2^-53]; NaN becomes 0."""
     return 0.0 if math.isnan(u) else min(max(u, 0.0), 1.0 - 2.0**-53)
+
+
+def __getattr__(name: str) -> Any:
+    # Trees have a text of their own, which builds on this one.
+    if name == "verify_tree":
+        from .reference_tree import verify_tree
+
+        return verify_tree
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
