@@ -10,12 +10,15 @@ enum class Element : int8_t { kFloat32, kBFloat16, kFloat16 };
 
 enum class Rule : int8_t { kBlock, kToken, kGreedy, kLenient, kTopBeta, kTypical, kCoupled };
 
+enum class TreeRule : int8_t { kTraversal, kRecursive, kTargetOnly, kGreedy, kCoupled };
+
 // Bits of verify's `status` output (DESIGN section 7).
 enum Status : int32_t {
   kNoTargetLaw = 1,
   kInvalidDraftToken = 2,
   kNoDraftLaw = 4,
   kParameterOutOfRange = 8,
+  kInvalidTree = 16,
 };
 
 // An int32 or int64 tensor of up to two dimensions; data == nullptr where the caller gave none.
@@ -152,6 +155,32 @@ struct VerifyParams {
   int32_t* num_accepted = nullptr;  // [B]
   float* logprobs = nullptr;        // [B, G+1]
   float* accept_probs = nullptr;    // [B, G]
+  int32_t* status = nullptr;        // [B]
+};
+
+struct VerifyTreeParams {
+  int64_t batch = 0;
+  int64_t nodes = 0;
+  RowBatch target;         // [B, N, V]
+  RowBatch draft;          // [B, R, Vd] logits or probabilities; data == nullptr: none
+  int64_t draft_rows = 0;  // R
+  bool draft_is_probs = false;
+  TokenMask mask;  // [B, N]
+  TokenMap map;
+  IdArray tokens;        // [B, N]
+  IdArray parents;       // [B, N]
+  Array<int8_t> kinds;   // [B, N] or absent
+  IdArray draft_row_of;  // [B, N] or absent: row v belongs to node v
+  SamplingParams target_sampling;
+  SamplingParams draft_sampling;
+  Randomness randomness;  // uniforms [B, N]
+  TreeRule rule = TreeRule::kTraversal;
+  bool raw_logprobs = false;
+  int64_t* out_tokens = nullptr;    // [B, N]; outputs are contiguous
+  int64_t* path = nullptr;          // [B, N]
+  int32_t* num_accepted = nullptr;  // [B]
+  float* logprobs = nullptr;        // [B, N]
+  float* accept_probs = nullptr;    // [B, N]
   int32_t* status = nullptr;        // [B]
 };
 

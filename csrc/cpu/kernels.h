@@ -11,18 +11,20 @@ struct Kernels {
   void (*row_law)(const RowLawParams&, const ThreadPool&);
   void (*sample)(const SampleParams&, const ThreadPool&);
   void (*verify)(const VerifyParams&, const ThreadPool&);
+  void (*verify_tree)(const VerifyTreeParams&, const ThreadPool&);
   void (*acceptance)(const AcceptanceParams&, const ThreadPool&);
   void (*uniforms)(const UniformsParams&, const ThreadPool&);
 };
 
-#define SPECDEC_DECLARE_KERNELS(isa)                                         \
-  namespace isa {                                                            \
-  void row_law(const RowLawParams&, const ThreadPool&);                      \
-  void sample(const SampleParams&, const ThreadPool&);                       \
-  void verify(const VerifyParams&, const ThreadPool&);                       \
-  void acceptance(const AcceptanceParams&, const ThreadPool&);               \
-  void uniforms(const UniformsParams&, const ThreadPool&);                   \
-  constexpr Kernels kKernels{row_law, sample, verify, acceptance, uniforms}; \
+#define SPECDEC_DECLARE_KERNELS(isa)                                                      \
+  namespace isa {                                                                         \
+  void row_law(const RowLawParams&, const ThreadPool&);                                   \
+  void sample(const SampleParams&, const ThreadPool&);                                    \
+  void verify(const VerifyParams&, const ThreadPool&);                                    \
+  void verify_tree(const VerifyTreeParams&, const ThreadPool&);                           \
+  void acceptance(const AcceptanceParams&, const ThreadPool&);                            \
+  void uniforms(const UniformsParams&, const ThreadPool&);                                \
+  constexpr Kernels kKernels{row_law, sample, verify, verify_tree, acceptance, uniforms}; \
   }
 
 SPECDEC_DECLARE_KERNELS(baseline)

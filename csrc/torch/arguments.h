@@ -30,6 +30,8 @@ struct Call {
 using RowLawCall = Call<RowLawParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using SampleCall = Call<SampleParams, std::tuple<Tensor, Tensor>>;
 using VerifyCall = Call<VerifyParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>>;
+using VerifyTreeCall =
+    Call<VerifyTreeParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using AcceptanceCall = Call<AcceptanceParams, Tensor>;
 using UniformsCall = Call<UniformsParams, Tensor>;
 
@@ -55,6 +57,18 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
                         double lenience, int64_t beta, double tau, double epsilon, double delta,
                         bool full_accept_probs, bool raw_logprobs, OptionalTensor allowed_mask,
                         OptionalTensor draft_token_ids);
+
+VerifyTreeCall check_verify_tree(Tensor target_logits, Tensor tokens, Tensor parents,
+                                 OptionalTensor draft_logits, OptionalTensor draft_probs,
+                                 OptionalTensor kinds, OptionalTensor draft_rows,
+                                 OptionalTensor target_rows, OptionalTensor uniforms,
+                                 OptionalTensor seeds, OptionalTensor positions, int64_t stream,
+                                 OptionalTensor temperature, OptionalTensor top_k,
+                                 OptionalTensor top_p, OptionalTensor min_p,
+                                 OptionalTensor draft_temperature, OptionalTensor draft_top_k,
+                                 OptionalTensor draft_top_p, OptionalTensor draft_min_p,
+                                 std::string rule, bool raw_logprobs, OptionalTensor allowed_mask,
+                                 OptionalTensor draft_token_ids);
 
 AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
                                 OptionalTensor temperature, OptionalTensor top_k,

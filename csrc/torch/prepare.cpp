@@ -9,6 +9,7 @@ struct OnlyChecks {
   static void row_law(const RowLawCall&) {}
   static void sample(const SampleCall&) {}
   static void verify(const VerifyCall&) {}
+  static void verify_tree(const VerifyTreeCall&) {}
   static void acceptance(const AcceptanceCall&) {}
   static void uniforms(const UniformsCall&) {}
 };
@@ -18,4 +19,5 @@ struct OnlyChecks {
 
 STABLE_TORCH_LIBRARY_IMPL(specdec, CompositeExplicitAutograd, m) {
   specdec::implement_operators<specdec::OnlyChecks>(m, "_prepare_");
+  specdec::implement_tree_operators<specdec::OnlyChecks>(m, "_prepare_");
 }

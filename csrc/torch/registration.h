@@ -46,4 +46,12 @@ void implement_operators(torch::stable::detail::StableLibrary& m, const std::str
   m.impl(name("uniforms").c_str(), TORCH_BOX((&Operator<check_uniforms, Backend::uniforms>::run)));
 }
 
+// For the backends that have trees: CPU.
+template <typename Backend>
+void implement_tree_operators(torch::stable::detail::StableLibrary& m,
+                              const std::string& prefix = "") {
+  m.impl((prefix + "verify_tree").c_str(),
+         TORCH_BOX((&Operator<check_verify_tree, Backend::verify_tree>::run)));
+}
+
 }  // namespace specdec
