@@ -1,8 +1,9 @@
 """Speculative-decoding verification as PyTorch operators.
 
-`verify` takes the raw logits of a target model and a draft and returns the tokens to emit;
-`row_law`, `sample`, `acceptance` and `uniforms` are what a decoding loop needs beside it, and
-`generate` is such a loop. ``torch.ops.specdec`` holds the operators themselves.
+`verify` takes the raw logits of a target model and a draft and returns the tokens to emit,
+`verify_tree` does so where the draft is a tree; `row_law`, `sample`, `acceptance` and `uniforms`
+are what a decoding loop needs beside them, and `generate` is such a loop. ``torch.ops.specdec``
+holds the operators themselves.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from .ops import (  # noqa: E402
     RowLaw,
     SampleResult,
     VerifyResult,
+    VerifyTreeResult,
     acceptance,
     row_law,
     sample,
     uniforms,
     verify,
+    verify_tree,
 )
 
 if TYPE_CHECKING:
@@ -51,12 +54,14 @@ __all__ = [
     "SampleResult",
     "Statistics",
     "VerifyResult",
+    "VerifyTreeResult",
     "acceptance",
     "generate",
     "row_law",
     "sample",
     "uniforms",
     "verify",
+    "verify_tree",
 ]
 
 

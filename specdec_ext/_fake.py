@@ -25,6 +25,7 @@ def _row_law(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = logits.shape[0]
     return (
@@ -49,6 +50,8 @@ def _sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch = logits.shape[0]
     return (
@@ -87,6 +90,8 @@ def _verify(
     delta: float = 0.3,
     full_accept_probs: bool = False,
     raw_logprobs: bool = False,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, gamma = draft_tokens.shape
     return (
@@ -94,6 +99,44 @@ def _verify(
         target_logits.new_empty((batch,), dtype=torch.int32),
         target_logits.new_empty((batch, gamma + 1), dtype=torch.float32),
         target_logits.new_empty((batch, gamma), dtype=torch.float32),
+        target_logits.new_empty((batch,), dtype=torch.int32),
+    )
+
+
+def _verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_probs: Tensor | None = None,
+    kinds: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    target_rows: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    stream: int = 0,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_temperature: Tensor | None = None,
+    draft_top_k: Tensor | None = None,
+    draft_top_p: Tensor | None = None,
+    draft_min_p: Tensor | None = None,
+    rule: str = "traversal",
+    raw_logprobs: bool = False,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, nodes = tokens.shape
+    return (
+        target_logits.new_empty((batch, nodes), dtype=torch.int64),
+        target_logits.new_empty((batch, nodes), dtype=torch.int64),
+        target_logits.new_empty((batch,), dtype=torch.int32),
+        target_logits.new_empty((batch, nodes), dtype=torch.float32),
+        target_logits.new_empty((batch, nodes), dtype=torch.float32),
         target_logits.new_empty((batch,), dtype=torch.int32),
     )
 
@@ -110,6 +153,8 @@ def _acceptance(
     draft_top_k: Tensor | None = None,
     draft_top_p: Tensor | None = None,
     draft_min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> Tensor:
     return target_logits.new_empty((target_logits.shape[0],), dtype=torch.float32)
 
@@ -122,6 +167,7 @@ FAKES = {
     "row_law": _row_law,
     "sample": _sample,
     "verify": _verify,
+    "verify_tree": _verify_tree,
     "acceptance": _acceptance,
     "uniforms": _uniforms,
 }
