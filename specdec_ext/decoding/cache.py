@@ -151,7 +151,7 @@ class CachedModel:
         self.lengths = [0] * ends.shape[0]  # tokens in the cache, of each row
         self._mask: Tensor | None = None  # [B, capacity] int64; None: no padding and no hole
         self._next: Tensor = torch.zeros_like(ends)  # [B], `lengths` on the device, while masked
-        self._tree_start = 0  # slots before the tree that is being run
+        self._tree_slots = 0  # the last ones, of the tree that is being run
         self._tree_next = self._next
 
     @torch.inference_mode()
@@ -206,8 +206,8 @@ class CachedModel:
                 f"generate: {type(self.model).__name__} counts distance in cache slots (a sliding "
                 "window, or no position_ids); trees need position ids of their own"
             )
-        self._tree_start = self.slots
-        self._tree_next = self._next.clone()
+        self._tree_slots = 0
+        self._tree_next = self._next
 
     def forward_nodes(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> Tensor:
         """Append nodes of a tree to every row; return logits ``[B, m, V]``.
@@ -223,7 +223,8 @@ class CachedModel:
             ``[B, m]`` or ``[m]`` int64, 0 for the root.
         """
         batch, new = tokens.shape
-        start = self._tree_start
+        start = self.slots - self._tree_slots
+        self._tree_slots += new
         if self._mask is None:
             before = visible.new_ones(batch, start)
             first = torch.full_like(self.ends, start)
@@ -258,10 +259,10 @@ class CachedModel:
         kept_tensor : Tensor
             ``[B]``, the same numbers on the device.
         """
-        count = self.slots - self._tree_start
+        count = self._tree_slots
         layers: list[Any] = self.cache.layers
         for layer in layers:
-            layer.move(self._tree_start, nodes.clamp(min=0)[:, :count])
+            layer.move(self.slots - count, nodes.clamp(min=0)[:, :count])
         self.rollback([count - n for n in kept], count - kept_tensor)
 
     def _call(self, tokens: Tensor, *, last_only: bool, **kwargs: Any) -> Tensor:

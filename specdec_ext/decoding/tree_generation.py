@@ -11,19 +11,14 @@ from specdec_ext import ops
 from specdec_ext.decoding.drafters import last_tokens
 from specdec_ext.decoding.drafters.tree import TreeDrafter, ancestors
 from specdec_ext.decoding.generate import Burst, _Generation
-from specdec_ext.decoding.trees import GrownTree, StaticTree
 
 __all__ = ["TreeGeneration"]
-
-
-def tree_depth(tree: StaticTree | GrownTree) -> int:
-    """The deepest level of a tree: the draft tokens that a round can accept."""
-    return tree.depths[-1] if isinstance(tree, StaticTree) else tree.depth
 
 
 class TreeGeneration(_Generation):
     """As `_Generation`, whose loop it shares; a round drafts and verifies a tree."""
 
+    lossless = ("traversal", "recursive", "target_only", "coupled")
     drafter: Any
 
     def step(self) -> list[Burst]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +120,9 @@ class StaticTree:
                 )
 
     @classmethod
-    def from_widths(cls, widths: Sequence[int], children: str = "without_replacement") -> StaticTree:
+    def from_widths(
+        cls, widths: Sequence[int], children: str = "without_replacement"
+    ) -> StaticTree:
         """Make a tree in which every node of level i has ``widths[i]`` children."""
         parents, level = [-1], [0]
         for width in widths:
@@ -139,6 +141,11 @@ class StaticTree:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
+    @property
+    def depth(self) -> int:
+        """The deepest level: the draft tokens that a round can accept."""
+        return self.depths[-1]
+
     @cached_property
     def levels(self) -> tuple[range, ...]:
         """Nodes of each depth."""
@@ -148,7 +155,9 @@ class StaticTree:
     def children_of(self, node: int) -> range:
         """Nodes whose parent this is."""
         count = self.parents.count(node)
-        return range(self.parents.index(node), self.parents.index(node) + count) if count else range(0)
+        return (
+            range(self.parents.index(node), self.parents.index(node) + count) if count else range(0)
+        )
 
 
 def sequoia_tree(
@@ -189,13 +198,13 @@ def sequoia_tree(
         raise ValueError(f"expected nodes >= 1 and rates in [0, 1], got {nodes} and {acceptance}")
     rates = tuple(acceptance)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(budget: int, depth: int) -> tuple[float, tuple[int, ...]]:
         """Tokens expected of a subtree with its root, and the budgets of the root's children."""
         value, split = below(budget - 1, 0, depth) if depth > 0 else (0.0, ())
         return 1.0 + value, split
 
-    @lru_cache(maxsize=None)
+    @cache
     def below(budget: int, rank: int, depth: int) -> tuple[float, tuple[int, ...]]:
         """Tokens expected of the children from this rank on, with ``budget`` nodes to share."""
         if budget == 0 or rank == len(rates):
@@ -252,7 +261,7 @@ class GrownTree:
         """Check the sizes."""
         if self.children != "top_k":
             raise ValueError(
-                "a tree that is grown by value has deterministic children (\"top_k\"): choosing "
+                'a tree that is grown by value has deterministic children ("top_k"): choosing '
                 f"among drawn ones would bias what is emitted; got {self.children!r}"
             )
         if not 1 <= self.nodes <= 1024 or self.depth < 1 or self.beam < 1:
@@ -429,9 +438,7 @@ def draft_static(
             def spread(value: Tensor, each: int = len(parents)) -> Tensor:
                 return value.repeat_interleave(each, 0)
 
-            noise = Noise(
-                spread(seeds), spread(positions), torch.full_like(spread(seeds), level)
-            )
+            noise = Noise(spread(seeds), spread(positions), torch.full_like(spread(seeds), level))
             drawn, drawn_kinds = draw_children(
                 rows,
                 firsts.repeat(batch),
@@ -487,7 +494,7 @@ def draft_grown(
     root : Tensor
         ``[B]`` int64, each request's last token.
     extend : callable
-        ``extend(tokens [B, m], parents [B, m]) -> logits [B, m, V]`` runs the draft on m more nodes;
+        ``extend(tokens [B, m], parents [B, m]) -> logits [B, m, V]`` runs the draft on m nodes;
         parents count the nodes run before, -1 for the root.
     filters : mapping
         As in `draw_children`, each ``[B]``.
