@@ -17,6 +17,7 @@ from gpu_checks import placed
 import specdec_ext
 from specdec_ext import reference
 from specdec_ext.testing import VerifyCase, VerifyOutcome
+from specdec_ext.testing_trees import TreeCase
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Backend:
     def verify(self, *args: Any, **kwargs: Any) -> VerifyOutcome:
         return VerifyOutcome(*self._call("verify", *args, **kwargs))
 
+    def verify_tree(self, *args: Any, **kwargs: Any) -> specdec_ext.VerifyTreeResult:
+        return specdec_ext.VerifyTreeResult(*self._call("verify_tree", *args, **kwargs))
+
     def row_law(self, *args: Any, **kwargs: Any) -> Any:
         return specdec_ext.RowLaw(*self._call("row_law", *args, **kwargs))
 
@@ -67,6 +71,9 @@ class Backend:
 
     def run(self, case: VerifyCase) -> VerifyOutcome:
         return case.run(self.verify)
+
+    def run_tree(self, case: TreeCase) -> specdec_ext.VerifyTreeResult:
+        return case.run(self.verify_tree)
 
 
 # Every n-th case for Triton's interpreter, which is slow; test_triton.py has what is written for it
@@ -151,6 +158,8 @@ TRITON = Backend(
 )
 OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
 BACKENDS = [REFERENCE, *OPERATORS]
+#: Those that have verify_tree.
+TREE_OPERATORS = [CPU]
 
 
 def speed_up_interpreter() -> None:
