@@ -177,6 +177,15 @@ def _proposal(
     return law if float(law[token]) > 0 else None
 
 
+def _outflow(a: float, a_slack: float, mass: float, mass_slack: float) -> tuple[float, float]:
+    """Give R / (R + 1 - a), 1 where a is 1, and how far rounding may move it."""
+    least, most = max(mass - mass_slack, 0.0), mass + mass_slack
+    lowest = least / (least + (1.0 - a + a_slack)) if least > 0 else float(a == 1.0 and a_slack == 0)
+    highest = most / (most + max(1.0 - a - a_slack, 0.0))
+    value = mass / (mass + (1.0 - a))
+    return value, max(value - lowest, highest - value, 0.0)
+
+
 def nested_acceptance(
     parents: Sequence[int],
     tokens: Sequence[int],
@@ -250,11 +259,12 @@ def nested_acceptance(
                 continue
             x = tokens[c]
             s_x = float(s[x])
-            b = min(1.0, a * float(r[x]) / s_x)
+            b = 0.0 if x in tried else min(1.0, a * float(r[x]) / s_x)
             b_slack = (a * float(error[x]) + a_slack * float(r[x])) / s_x + tolerance * b
             inflow[c] = (b, b_slack)
-            tried.append(x)
             drawn += [x] if kinds[c] == 2 else []
+            if kinds[c] != 0:
+                r[tried] = 0.0
             left = (a * r - s).clamp(min=0.0)
             mass = float(left.sum())
             error = a * error + a_slack * r + tolerance * s * (kinds[c] != 0)
@@ -262,16 +272,14 @@ def nested_acceptance(
                 mass_slack = float(error.sum())
                 r = left / mass
                 error = error / mass + r * (mass_slack / mass)
-                if a < 1:
-                    whole = mass + 1.0 - a
-                    a_slack = (mass_slack * (1.0 - a) + mass * a_slack) / whole**2
-                    a = mass / whole
+                a, a_slack = _outflow(a, a_slack, mass, mass_slack)
             else:
                 r, a = torch.zeros_like(r), float(a == 1.0)
-            # Accepted for certain, x may have residual left; nothing that decides depends on it.
-            r[x] = 0.0
+            # Accepted for certain, a drawn x may have residual left, which nothing depends on.
+            tried.append(x)
         if not walked:
             probs[v], slack[v] = a, a_slack
+        r[tried] = 0.0
         left = r[:vocab]
         has_residual = bool(tried) and float(left.sum()) > 0
         extra[v] = left / left.sum() if has_residual else law
