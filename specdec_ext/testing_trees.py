@@ -180,7 +180,9 @@ def _proposal(
 def _outflow(a: float, a_slack: float, mass: float, mass_slack: float) -> tuple[float, float]:
     """Give R / (R + 1 - a), 1 where a is 1, and how far rounding may move it."""
     least, most = max(mass - mass_slack, 0.0), mass + mass_slack
-    lowest = least / (least + (1.0 - a + a_slack)) if least > 0 else float(a == 1.0 and a_slack == 0)
+    lowest = (
+        least / (least + (1.0 - a + a_slack)) if least > 0 else float(a == 1.0 and a_slack == 0)
+    )
     highest = most / (most + max(1.0 - a - a_slack, 0.0))
     value = mass / (mass + (1.0 - a))
     return value, max(value - lowest, highest - value, 0.0)
@@ -956,7 +958,7 @@ def make_tree_case(
     --------
     >>> case = make_tree_case(1, batch=2, nodes=5, vocab=7)
     >>> case.inputs["target_logits"].shape, case.inputs["parents"].tolist()
-    (torch.Size([2, 5, 7]), [[-1, 0, 0, 0, 1], [-1, 0, 0, 1, 2]])
+    (torch.Size([2, 5, 7]), [[-1, 0, 0, 0, 2], [-1, 0, 0, 2, 0]])
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -120,7 +120,9 @@ class StaticTree:
                 )
 
     @classmethod
-    def from_widths(cls, widths: Sequence[int], children: str = "without_replacement") -> StaticTree:
+    def from_widths(
+        cls, widths: Sequence[int], children: str = "without_replacement"
+    ) -> StaticTree:
         """Make a tree in which every node of level i has ``widths[i]`` children."""
         parents, level = [-1], [0]
         for width in widths:
@@ -148,7 +150,9 @@ class StaticTree:
     def children_of(self, node: int) -> range:
         """Nodes whose parent this is."""
         count = self.parents.count(node)
-        return range(self.parents.index(node), self.parents.index(node) + count) if count else range(0)
+        return (
+            range(self.parents.index(node), self.parents.index(node) + count) if count else range(0)
+        )
 
 
 def sequoia_tree(
@@ -252,7 +256,7 @@ class GrownTree:
         """Check the sizes."""
         if self.children != "top_k":
             raise ValueError(
-                "a tree that is grown by value has deterministic children (\"top_k\"): choosing "
+                'a tree that is grown by value has deterministic children ("top_k"): choosing '
                 f"among drawn ones would bias what is emitted; got {self.children!r}"
             )
         if not 1 <= self.nodes <= 1024 or self.depth < 1 or self.beam < 1:
@@ -429,9 +433,7 @@ def draft_static(
             def spread(value: Tensor, each: int = len(parents)) -> Tensor:
                 return value.repeat_interleave(each, 0)
 
-            noise = Noise(
-                spread(seeds), spread(positions), torch.full_like(spread(seeds), level)
-            )
+            noise = Noise(spread(seeds), spread(positions), torch.full_like(spread(seeds), level))
             drawn, drawn_kinds = draw_children(
                 rows,
                 firsts.repeat(batch),
