@@ -228,7 +228,7 @@ def philox_exponentials(
     Examples
     --------
     >>> [round(e, 4) for e in philox_exponentials(seed=0, position=0, tokens=[0, 1, 2])]
-    []
+    [0.7784, 1.1083, 1.0563]
     """
     mask = 0xFFFFFFFF
     found: list[float] = []
@@ -1050,9 +1050,9 @@ class _Request:
         if entries is not None:
             ids = vocab
             named = entries.tolist()
-            if self.rule != "coupled" and set(named) - set(range(vocab)) | _repeated(named):
+            has_draft_laws = len(set(named) & set(range(vocab))) == len(named)
+            if self.rule not in _DRAFT_LAW_UNREAD and not has_draft_laws:
                 self.bits |= 8
-                has_draft_laws = False
 
         length = gamma
         if inputs.get("draft_lengths") is not None:
@@ -1184,10 +1184,6 @@ class _Request:
 
 #: Rules that never read a draft law.
 _DRAFT_LAW_UNREAD = ("greedy", "top_beta", "typical", "coupled")
-
-
-def _repeated(values: Sequence[int]) -> set[int]:
-    return {value for value in values if values.count(value) > 1}
 
 
 def _entries_of(token: int, ids: Tensor | None) -> list[int]:
