@@ -81,6 +81,9 @@ class Backend:
 # Every n-th case for Triton's interpreter, which is slow; test_triton.py has what is written for it
 # alone.
 INTERPRETED = {
+    "test_coupled": 4,
+    "test_draft_vocabulary": 4,
+    "test_masks": 4,
     "test_errors.test_value_errors": 6,
     "test_errors.test_message_in_full": 1,
     "test_filters.test_kept_tokens": 1,
