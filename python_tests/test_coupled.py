@@ -127,6 +127,36 @@ def test_a_shared_race_is_kept_more_often_than_noise_of_its_own(backend):
     assert kept["race"] > kept["independent"]
 
 
+def test_noise_keyed_by_the_call_is_not_that_of_plain_sampling(backend):
+    # The control: (call position, row) names a place differently for every gamma.
+    class KeyedByTheCall:
+        sample = backend.sample
+
+        def verify(self, logits, tokens, draft, *, seeds, positions, **options):
+            gamma = tokens.shape[1]
+            for i in range(gamma + 1):
+                here = dict(seeds=seeds, positions=positions * 16 + i)
+                column = tokens[:, i : i + 1]
+                step = backend.verify(logits[:, i : i + 2], column, **here, **options)
+                last = i == gamma or not bool((step.num_accepted > 0).all())
+                if last:
+                    break
+            emitted = torch.full((len(tokens), gamma + 1), -1)
+            emitted[:, :i] = tokens[:, :i]
+            emitted[:, i] = step.tokens[:, 0]
+            count = torch.full_like(step.num_accepted, i)
+            return step._replace(tokens=emitted, num_accepted=count)
+
+    rows = (0, 1, 3, 4)
+    expected = plain(backend, TARGET)[list(rows)]
+    found = [
+        torch.cat([speculative(KeyedByTheCall(), "target", gamma, [row])[0] for row in rows])
+        for gamma in (1, 4)
+    ]
+    assert not torch.equal(found[0], found[1])
+    assert not any(bool((tokens == expected).all(1).any()) for tokens in found)
+
+
 def test_output_depends_on_seed_stream_and_position(backend):
     # The control: another stream, and plain sampling in another domain, give other tokens.
     expected = plain(backend, TARGET)
