@@ -178,22 +178,18 @@ IDS = torch.tensor([3, 1])  # a draft of two of four tokens
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize(
-    "options", [{}, FILTERED, dict(as_probs=True), dict(kinds=(0, 1))], ids=str
-)
+@pytest.mark.parametrize("options", [FILTERED, dict(as_probs=True), dict(kinds=(0, 1))], ids=str)
 @pytest.mark.needs("allowed_mask")
 def test_grammar_masks(backend, rule, options):
-    models = toy_models(23, 4, 2)
-    law = law_of(backend, rule, models=models, allowed=random_masks(23, 4, 2), **options)
+    models = toy_models(23, 3, 2)
+    law = law_of(backend, rule, models=models, allowed=random_masks(23, 3, 2), **options)
     check(backend, law)
-    assert float((law.joint == 0).sum()) > 20  # most sequences are not allowed
+    assert int((law.joint == 0).sum()) > 10  # of 27: many sequences are not allowed
     assert law.mean_accepted > 0.1
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize(
-    "options", [{}, FILTERED, dict(as_probs=True), dict(kinds=(1, 0))], ids=str
-)
+@pytest.mark.parametrize("options", [FILTERED, dict(as_probs=True), dict(kinds=(1, 0))], ids=str)
 @pytest.mark.needs("draft_token_ids")
 def test_reduced_draft_vocabulary(backend, rule, options):
     models = toy_models(24, 4, 2, draft_vocab=2)
