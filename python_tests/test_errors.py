@@ -142,7 +142,7 @@ VALUE_ERRORS = [
     ("verify", {**SEEDS, "rule": "coupled", "positions": None}, "seeds | positions | only seeds"),
     # masks and maps
     ("verify", dict(allowed_mask=words(B, G, 1)),
-     "allowed_mask | [B, G+1, ceil(V/32)] int32 | [2, 3, 1] int32"),
+     "allowed_mask | [B, G+1, ceil(V/32)] = [2, 4, 1] int32 | got [2, 3, 1] int32"),
     ("verify", dict(allowed_mask=words(B, G + 1, 2)),
      "allowed_mask | [B, G+1, ceil(V/32)] | [2, 4, 2]"),
     ("verify", dict(allowed_mask=words(B, 1)), "allowed_mask | [B, G+1, ceil(V/32)] | [2, 1]"),
@@ -183,7 +183,8 @@ VALUE_ERRORS = [
     ("sample", dict(domain=0), "domain | 1 (RESIDUAL) | 2 (DRAFT) | 0"),
     ("sample", dict(domain=4), "domain | 1 (RESIDUAL) | 2 (DRAFT) | 3 (COUPLED) | 4"),
     ("sample", dict(domain=3), "domain 3 | seeds | positions | uniforms"),
-    ("sample", dict(allowed_mask=words(B, 2)), "allowed_mask | [B, ceil(V/32)] int32 | [2, 2]"),
+    ("sample", dict(allowed_mask=words(B, 2)),
+     "allowed_mask | [B, ceil(V/32)] = [2, 1] int32 | [2, 2]"),
     ("sample", dict(allowed_mask=words(B + 1, 1)), "allowed_mask | [3, 1]"),
     ("sample", dict(allowed_mask=words(B, 1, 1)), "allowed_mask | [2, 1, 1]"),
     ("sample", dict(allowed_mask=floats(B, 1)), "allowed_mask | int32 | float32"),
@@ -204,7 +205,8 @@ VALUE_ERRORS = [
     ("row_law", dict(logits=strided(B, V)), "logits | unit stride"),
     ("row_law", dict(top_p=floats(B, dtype=torch.float64)), "top_p | float32 | float64"),
     ("row_law", dict(min_p=floats(1)), "min_p | [1]"),
-    ("row_law", dict(allowed_mask=words(B, 2)), "allowed_mask | [R, ceil(V/32)] int32 | [2, 2]"),
+    ("row_law", dict(allowed_mask=words(B, 2)),
+     "allowed_mask | [R, ceil(V/32)] = [2, 1] int32 | [2, 2]"),
     ("row_law", dict(allowed_mask=ints(B, 1)), "allowed_mask | int32 | int64"),
     # acceptance
     ("acceptance", dict(target_logits=floats(B, 1, V)), "target_logits | [R, V] | [2, 1, 5]"),

@@ -64,7 +64,7 @@ VARIANTS = {
     "wider draft": dict(draft_vocab=40, draft_filters=True),
     "narrower draft": dict(vocab=40, draft_vocab=7),
     "wider probs": dict(draft="probs", draft_vocab=40),
-    "reduced vocabulary": dict(vocab=40, draft_vocab=13, draft_token_ids=True, draft_filters=True),
+    "reduced vocabulary": dict(vocab=40, draft_vocab=29, draft_token_ids=True, draft_filters=True),
     "all outputs": dict(full_accept_probs=True, raw_logprobs=True, philox=True),
     "several tiles": dict(vocab=9001, batch=3, dtype=torch.float16),
 }

@@ -45,10 +45,10 @@ VARIANTS = {
     "philox": dict(philox=True),
     "philox stream": dict(philox=True, stream=7),
     "masks": dict(vocab=37, allowed_mask=True),
-    "reduced vocabulary": dict(vocab=37, draft_vocab=13, draft_token_ids=True, draft_filters=True),
+    "reduced vocabulary": dict(vocab=37, draft_vocab=29, draft_token_ids=True, draft_filters=True),
     "masks, reduced vocabulary": dict(
         vocab=37,
-        draft_vocab=13,
+        draft_vocab=29,
         draft_token_ids=True,
         allowed_mask=True,
         draft="probs",

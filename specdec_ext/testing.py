@@ -1658,7 +1658,13 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 def _random_rows(
-    generator: torch.Generator, batch: int, rows: int, vocab: int, width: int, masks: bool
+    generator: torch.Generator,
+    batch: int,
+    rows: int,
+    vocab: int,
+    width: int,
+    ids: Tensor | None,
+    masks: bool,
 ) -> tuple[Tensor, Tensor]:
     """Target and draft logits in four styles: flat, usual, peaked, equal."""
     style = torch.randint(4, (batch, 1, 1), generator=generator)
@@ -1667,7 +1673,7 @@ def _random_rows(
     target = torch.randn(batch, rows, vocab, generator=generator) * spread
     draft = torch.randn(batch, rows, width, generator=generator) * noise
     both = min(vocab, width)
-    draft[..., :both] += target[..., :both]
+    draft[..., :both] += target[..., :both] if ids is None else target[..., ids]
     if masks and vocab > 2:
         # A third of the requests has masked entries, never the first one: a law always remains.
         masked = torch.rand(batch, 1, 1, generator=generator) < 1 / 3
@@ -1793,10 +1799,10 @@ def make_case(
     if draft_filters and draft == "logits":
         theirs = _random_params(generator, batch, width, True, True)
         params |= {f"draft_{name}": value for name, value in theirs.items()}
-    target, drafted = _random_rows(generator, batch, gamma + 1, vocab, width, masks)
+    ids = torch.randperm(vocab, generator=generator)[:width] if draft_token_ids else None
+    target, drafted = _random_rows(generator, batch, gamma + 1, vocab, width, ids, masks)
     target = target.to(dtype)
     drafted = drafted[:, :gamma].to(draft_dtype or dtype)
-    ids = torch.randperm(vocab, generator=generator)[:width] if draft_token_ids else None
     allowed = _random_masks(generator, batch, gamma + 1, vocab) if allowed_mask else None
     seeds, positions = _random_seeds(generator, batch) if rule == "coupled" else (None, None)
 
