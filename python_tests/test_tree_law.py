@@ -114,32 +114,27 @@ def test_other_draft_vocabularies(tree_operator, rule, draft_vocab):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_in_a_batch_with_greedy_requests_and_padding(tree_operator, rule):
-    # Every call has rows at T = 0 and other trees beside it, and padding after it.
-    stray = {"tokens": 1, "parents": 0, "temperature": 0.0, "uniforms": 0.25}
+    # Every call has other trees at T = 0 beside it, and two nodes of padding in every request.
+    other = {"tokens": 1, "parents": 0, "temperature": 0.0, "uniforms": 0.25}
+
+    def crowded(name, value):
+        if name == "uniforms":  # the last slot stays the final draw's
+            value = torch.cat([value[:, :-1], 0 * value[:, :2], value[:, -1:]], 1)
+        elif value.dim() > 1:
+            fill = torch.full_like(value[:, :1], -1 if name == "parents" else 0)
+            value = torch.cat([value, fill, fill], 1)
+        beside = value[:1].clone()
+        if name in other:
+            beside.fill_(other[name])
+        if name == "parents":
+            beside[:, [0, -1]] = -1
+        return torch.cat([beside, value, beside])
 
     def verify_tree(**inputs):
         count, size = inputs["tokens"].shape
+        rule = inputs.pop("rule")
         inputs = {"temperature": torch.ones(count), **inputs}
-        wide = {}
-        for name, value in inputs.items():
-            if not isinstance(value, torch.Tensor):
-                wide[name] = value
-                continue
-            if name == "uniforms":  # the last slot is the final draw's
-                wide[name] = torch.cat([value[:, :-1], value[:, :2] * 0, value[:, -1:]], 1)
-            elif value.dim() > 1:
-                fill = -1 if name == "parents" else 0
-                wide[name] = torch.cat([value, torch.full_like(value[:, :1], fill)] * 1, 1)
-                wide[name] = torch.cat([wide[name], torch.full_like(value[:, :1], fill)], 1)
-            else:
-                wide[name] = value
-            other = wide[name][:1].clone()
-            if name in stray:
-                other.fill_(stray[name])
-            if name == "parents":
-                other[:, 0], other[:, -1] = -1, -1
-            wide[name] = torch.cat([other, wide[name], other])
-        out = tree_operator.verify_tree(**wide)
+        out = tree_operator.verify_tree(**{k: crowded(k, v) for k, v in inputs.items()}, rule=rule)
         assert all(bool((t[1:-1, size:] == -1).all()) for t in (out.tokens, out.path))
         return VerifyTreeResult(*(t[1:-1, :size] if t.dim() > 1 else t[1:-1] for t in out))
 
