@@ -179,13 +179,14 @@ def _proposal(
 
 def _outflow(a: float, a_slack: float, mass: float, mass_slack: float) -> tuple[float, float]:
     """Give R / (R + 1 - a), 1 where a is 1, and how far rounding may move it."""
-    least, most = max(mass - mass_slack, 0.0), mass + mass_slack
-    lowest = (
-        least / (least + (1.0 - a + a_slack)) if least > 0 else float(a == 1.0 and a_slack == 0)
-    )
-    highest = most / (most + max(1.0 - a - a_slack, 0.0))
-    value = mass / (mass + (1.0 - a))
-    return value, max(value - lowest, highest - value, 0.0)
+
+    def ratio(mass: float, rest: float) -> float:
+        return mass / (mass + rest) if mass > 0 else float(rest == 0)
+
+    value = ratio(mass, 1.0 - a)
+    lowest = ratio(max(mass - mass_slack, 0.0), 1.0 - a + a_slack)
+    highest = ratio(mass + mass_slack, max(1.0 - a - a_slack, 0.0))
+    return value, max(value - lowest, highest - value)
 
 
 def nested_acceptance(
@@ -261,8 +262,10 @@ def nested_acceptance(
                 continue
             x = tokens[c]
             s_x = float(s[x])
-            b = 0.0 if x in tried else min(1.0, a * float(r[x]) / s_x)
-            b_slack = (a * float(error[x]) + a_slack * float(r[x])) / s_x + tolerance * b
+            ratio = 0.0 if x in tried else a * float(r[x]) / s_x
+            b = min(1.0, ratio)
+            b_slack = (a * float(error[x]) + a_slack * float(r[x])) / s_x + tolerance * ratio
+            b_slack = min(b_slack, max(b - ratio + b_slack, 0.0))  # none well above 1
             inflow[c] = (b, b_slack)
             drawn += [x] if kinds[c] == 2 else []
             if kinds[c] != 0:
@@ -270,13 +273,13 @@ def nested_acceptance(
             left = (a * r - s).clamp(min=0.0)
             mass = float(left.sum())
             error = a * error + a_slack * r + tolerance * s * (kinds[c] != 0)
+            mass_slack = float(error.sum())
+            a, a_slack = _outflow(a, a_slack, mass, mass_slack)
             if mass > 0:
-                mass_slack = float(error.sum())
                 r = left / mass
                 error = error / mass + r * (mass_slack / mass)
-                a, a_slack = _outflow(a, a_slack, mass, mass_slack)
             else:
-                r, a = torch.zeros_like(r), float(a == 1.0)
+                r, error = torch.zeros_like(r), torch.full_like(r, float(mass_slack > 0))
             # Accepted for certain, a drawn x may have residual left, which nothing depends on.
             tried.append(x)
         if not walked:
