@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import specdec_ext
-from specdec_ext import _fake, ops, reference
+from specdec_ext import _fake, ops, reference, reference_tree
 
-OPERATORS = ("row_law", "sample", "verify", "acceptance", "uniforms")
+OPERATORS = ("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms")
 # What the public function takes beside the operator's arguments, at its end.
 EXTRA = {
     "row_law": ["backend"],
     "sample": ["generator", "backend"],
     "verify": ["generator", "backend"],
+    "verify_tree": ["generator", "backend"],
     "acceptance": ["backend"],
     "uniforms": ["backend"],
 }
@@ -23,6 +24,7 @@ RESULTS = {
     "row_law": specdec_ext.RowLaw,
     "sample": specdec_ext.SampleResult,
     "verify": specdec_ext.VerifyResult,
+    "verify_tree": specdec_ext.VerifyTreeResult,
 }
 LIBRARY = Path(__file__).parents[1] / "csrc" / "library.cpp"
 
@@ -91,6 +93,10 @@ def test_rules_are_those_of_the_operator():
     assert tuple(reference.RULES) == ops.RULES
     with pytest.raises(ValueError, match=", ".join(f'"{rule}"' for rule in ops.RULES)):
         specdec_ext.verify(*dense_inputs()[:2], rule="no such rule")
+    assert tuple(reference_tree.TREE_RULES) == ops.TREE_RULES
+    with pytest.raises(ValueError, match=", ".join(f'"{rule}"' for rule in ops.TREE_RULES)):
+        logits, tokens, _ = dense_inputs(gamma=0)
+        specdec_ext.verify_tree(logits, logits[..., 0].long(), tokens, rule="no such rule")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,6 +153,31 @@ def sample_calls(**kwargs):
         },
     )
     yield "verify", (target, tokens), {"rule": "greedy", "full_accept_probs": True}
+    chain = torch.arange(-1, gamma).expand(batch, -1)
+    tree = (target, torch.cat([tokens.new_zeros(batch, 1), tokens], 1), chain)
+    kinds = torch.ones(batch, gamma + 1, dtype=torch.int8)
+    yield "verify_tree", (*tree, target), {"uniforms": uniforms * 0}
+    yield (
+        "verify_tree",
+        (packed, *tree[1:]),
+        {
+            "draft_probs": target.softmax(-1),
+            "draft_rows": chain + 1,
+            "target_rows": rows,
+            "kinds": kinds,
+            "uniforms": uniforms * 0,
+            "rule": "recursive",
+            "raw_logprobs": True,
+        },
+    )
+    words = torch.full((batch, gamma + 1, (target.shape[-1] + 31) // 32), -1, dtype=torch.int32)
+    crowd = {"allowed_mask": words[:, 0], "draft_token_ids": torch.arange(target.shape[-1])}
+    yield "row_law", (row,), {"allowed_mask": words[:, 0]}
+    yield "sample", (row,), {"seeds": seeds, "positions": positions, "domain": 3, **crowd}
+    yield "verify", (target, tokens, draft), {"uniforms": uniforms, **crowd, "allowed_mask": words}
+    greedy = {"temperature": torch.zeros(batch), "rule": "coupled"}
+    yield "verify", (target, tokens), {"seeds": seeds, "positions": positions, **greedy}
+    yield "acceptance", (row, draft_row), crowd
     yield "acceptance", (row, draft_row), {}
     yield "acceptance", (row, draft_row), {**filters, **draft_filters}
     yield "uniforms", (seeds, positions, gamma + 1), {}
@@ -154,7 +185,7 @@ def sample_calls(**kwargs):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("case", range(12))
+@pytest.mark.parametrize("case", range(19))
 def test_opcheck(case, requires_grad):
     name, args, kwargs = list(sample_calls(requires_grad=requires_grad))[case]
     operator = getattr(torch.ops.specdec, name).default
@@ -188,11 +219,19 @@ def test_wrappers_trace_whole(dynamic):
         verified = specdec_ext.verify(
             target, tokens, draft, seeds=seeds, positions=positions, temperature=temperature
         )
+        words = torch.full((target.shape[0], 4, 1), 255, dtype=torch.int32)
+        raced = specdec_ext.verify(
+            target, tokens, seeds=seeds, positions=positions, rule="coupled", allowed_mask=words
+        )
+        ids = torch.arange(draft.shape[-1])
+        drafted = specdec_ext.sample(
+            draft[:, 1], seeds=seeds, positions=positions, draft_token_ids=ids
+        )
         law = specdec_ext.row_law(target[:, 0], top_k=3)
         drawn = specdec_ext.sample(draft[:, 0], seeds=seeds, positions=positions, top_p=0.9)
         coins = specdec_ext.uniforms(seeds, positions, 4)
         shared = specdec_ext.acceptance(target[:, 0], draft[:, 0], temperature=temperature)
-        return *verified, *law, *drawn, coins, shared
+        return *verified, *raced, *drafted, *law, *drawn, coins, shared
 
     compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=dynamic)
     for batch in (2, 5) if dynamic else (2,):

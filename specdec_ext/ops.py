@@ -611,8 +611,8 @@ def verify(
         ``status`` [B] int32: ``STATUS_`` bits; nothing that depends on values raises. 1: the row
         that decided has no law, nothing allowed included. 2: a draft token out of range. 4: a draft
         row without a law, or q = 0 at a sampled token, not allowed or without an entry included. 8:
-        a parameter out of range, or draft_token_ids with an id outside [0, V) or a repeated one
-        (then no draft row has a law; "coupled" does not look).
+        a parameter out of range, or, in rules that read a draft law, draft_token_ids with an id
+        outside [0, V) or a repeated one (then no draft row has a law).
 
     Raises
     ------

@@ -1015,8 +1015,8 @@ def verify(
     batch, gamma = draft_tokens.shape
     vocab = target_logits.shape[-1]
     draft = draft_logits if draft_logits is not None else draft_probs
-    # "coupled" reads no draft law, and so no map of its entries.
-    entries = _DraftVocabulary(draft_token_ids if rule != "coupled" else None, vocab)
+    reads_draft = rule in ("block", "token", "lenient")  # a map that is not read cannot be wrong
+    entries = _DraftVocabulary(draft_token_ids if reads_draft else None, vocab)
     ids = vocab  # draft tokens are below it
     if draft is not None and draft_token_ids is None:
         ids = max(vocab, draft.shape[-1])

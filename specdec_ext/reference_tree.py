@@ -112,10 +112,12 @@ class _Node:
     inflow : float
         a: the probability with which the walk has to end here or below, given that it ends at none
         of the children closed so far. After the last one it is h.
+    lambda_, mass : float
+        What remains for the children to come is [p - lambda q]+ outside `tried`, which sums to S.
     scale, share : float
-        What remains for the children to come is [scale p - share q]+ outside `tried`.
-    mass : float
-        S: what [p - lambda q]+ sums to, with lambda = share / scale.
+        The same times R / S: [scale p - share q]+, with lambda = share / scale.
+    tried : list of int
+        X: the tokens of the children closed so far.
     """
 
     def __init__(self, p: Tensor, inflow: float) -> None:
@@ -123,6 +125,7 @@ class _Node:
         self.inflow, self.mass, self.lambda_ = inflow, 1.0, 0.0
         self.scale, self.share = 1.0, 0.0
         self.tried: list[int] = []
+        self.left_out: list[int] = []  # tokens of X that S does without
 
     def offer(self, child: _Child) -> float:
         """Give b, the probability that goes to this child out of what flows in here."""
@@ -140,27 +143,28 @@ class _Node:
         if self.inflow > 0 and self.mass > 0:
             self.scale = self.inflow / self.mass
             self.share = self.scale * self.lambda_
+            # A drawn token, rejected, has no residual left. It may have some where it is accepted
+            # for certain: then nothing that follows here decides, and h is that of `verify`.
             if child.kappa is None:
-                self.tried.append(child.token)
+                self.left_out = [*self.left_out, child.token]
             else:
                 assert child.q is not None
                 self.q = child.q
                 self.share += child.kappa
-            mass = float(self.residual().sum())  # R
+                self.left_out = self.tried
+            mass = float(self.residual(self.left_out).sum())  # R
             self.lambda_, self.mass = self.share / self.scale, mass / self.scale
             if self.inflow < 1:
                 self.inflow = mass / (mass + (1.0 - self.inflow)) if mass > 0 else 0.0
-        # A drawn token joins only now: rejected, it has no residual left; accepted for certain, it
-        # leaves nothing to decide, and on a chain h is that of `verify` all the same.
-        self.tried.append(child.token)
+        self.tried = [*self.tried, child.token]
 
-    def residual(self) -> Tensor:
-        """``[V]`` float64: [scale p - share q]+ outside the tokens tried, not normalised."""
+    def residual(self, excluded: list[int]) -> Tensor:
+        """``[V]`` float64: [scale p - share q]+ outside some tokens, not normalised."""
         positive = self.scale * self.p
         both = min(len(self.p), len(self.q))
         positive[:both] -= self.share * self.q[:both]
         positive.clamp_(min=0.0)
-        positive[[token for token in self.tried if token < len(positive)]] = 0.0
+        positive[[token for token in excluded if token < len(positive)]] = 0.0
         return positive
 
 
@@ -251,7 +255,7 @@ class _Tree:
             self.status |= STATUS_NO_TARGET_LAW
             return 0
         if node is not None and node.tried:
-            weights = residual_weights(node.residual())
+            weights = residual_weights(node.residual(node.tried))
             if int(weights.sum()) > 0:
                 return inverse_cdf(weights, self.final)
         return inverse_cdf(law_weights(law.weights), self.final)

@@ -228,7 +228,7 @@ def philox_exponentials(
     Examples
     --------
     >>> [round(e, 4) for e in philox_exponentials(seed=0, position=0, tokens=[0, 1, 2])]
-    []
+    [0.7784, 1.1083, 1.0563]
     """
     mask = 0xFFFFFFFF
     found: list[float] = []
@@ -1050,9 +1050,9 @@ class _Request:
         if entries is not None:
             ids = vocab
             named = entries.tolist()
-            if self.rule != "coupled" and set(named) - set(range(vocab)) | _repeated(named):
+            has_draft_laws = len(set(named) & set(range(vocab))) == len(named)
+            if self.rule not in _DRAFT_LAW_UNREAD and not has_draft_laws:
                 self.bits |= 8
-                has_draft_laws = False
 
         length = gamma
         if inputs.get("draft_lengths") is not None:
@@ -1184,10 +1184,6 @@ class _Request:
 
 #: Rules that never read a draft law.
 _DRAFT_LAW_UNREAD = ("greedy", "top_beta", "typical", "coupled")
-
-
-def _repeated(values: Sequence[int]) -> set[int]:
-    return {value for value in values if values.count(value) > 1}
 
 
 def _entries_of(token: int, ids: Tensor | None) -> list[int]:
@@ -1662,7 +1658,13 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 def _random_rows(
-    generator: torch.Generator, batch: int, rows: int, vocab: int, width: int, masks: bool
+    generator: torch.Generator,
+    batch: int,
+    rows: int,
+    vocab: int,
+    width: int,
+    ids: Tensor | None,
+    masks: bool,
 ) -> tuple[Tensor, Tensor]:
     """Target and draft logits in four styles: flat, usual, peaked, equal."""
     style = torch.randint(4, (batch, 1, 1), generator=generator)
@@ -1671,7 +1673,7 @@ def _random_rows(
     target = torch.randn(batch, rows, vocab, generator=generator) * spread
     draft = torch.randn(batch, rows, width, generator=generator) * noise
     both = min(vocab, width)
-    draft[..., :both] += target[..., :both]
+    draft[..., :both] += target[..., :both] if ids is None else target[..., ids]
     if masks and vocab > 2:
         # A third of the requests has masked entries, never the first one: a law always remains.
         masked = torch.rand(batch, 1, 1, generator=generator) < 1 / 3
@@ -1773,7 +1775,7 @@ def make_case(
         law.
     philox : bool
         ``seeds`` and ``positions`` in place of ``uniforms``; the rule "coupled" always has them,
-        and draft tokens that the draft won on the same noise.
+        and draft tokens that won a race of the draft's likeliest on the same noise.
     id_dtype : torch.dtype
         Of ids, lengths and rows.
     rule : str
@@ -1797,10 +1799,10 @@ def make_case(
     if draft_filters and draft == "logits":
         theirs = _random_params(generator, batch, width, True, True)
         params |= {f"draft_{name}": value for name, value in theirs.items()}
-    target, drafted = _random_rows(generator, batch, gamma + 1, vocab, width, masks)
+    ids = torch.randperm(vocab, generator=generator)[:width] if draft_token_ids else None
+    target, drafted = _random_rows(generator, batch, gamma + 1, vocab, width, ids, masks)
     target = target.to(dtype)
     drafted = drafted[:, :gamma].to(draft_dtype or dtype)
-    ids = torch.randperm(vocab, generator=generator)[:width] if draft_token_ids else None
     allowed = _random_masks(generator, batch, gamma + 1, vocab) if allowed_mask else None
     seeds, positions = _random_seeds(generator, batch) if rule == "coupled" else (None, None)
 
@@ -1830,9 +1832,11 @@ def make_case(
         if draft_kinds[b, i] == 0:
             drawn = law.argmax
         elif seeds is not None and positions is not None:
-            named = range(width) if ids is None else ids.tolist()
-            noise = philox_exponentials(int(seeds[b]), int(positions[b]) + i, named)
-            drawn = int((torch.tensor(noise, dtype=torch.float64) / law.probs).argmin())
+            likely = law.probs.topk(min(width, 16)).indices  # any draft is legal: spare the time
+            named = likely if ids is None else ids[likely]
+            noise = philox_exponentials(int(seeds[b]), int(positions[b]) + i, named.tolist())
+            times = torch.tensor(noise, dtype=torch.float64) / law.probs[likely]
+            drawn = int(likely[times.argmin()])
         drawn = min(drawn, width - 1)
         tokens[b, i] = drawn if ids is None else ids[drawn]
 
