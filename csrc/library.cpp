@@ -23,14 +23,15 @@ SPECDEC_LIBRARY(SPECDEC_NAMESPACE, m) {
   // A logits row and its filters as five scalars: the probability law that every rule works with.
   define(m,
          "row_law(Tensor logits, *, Tensor? temperature=None, Tensor? top_k=None, "
-         "Tensor? top_p=None, Tensor? min_p=None) "
+         "Tensor? top_p=None, Tensor? min_p=None, Tensor? allowed_mask=None) "
          "-> (Tensor max, Tensor scale, Tensor cutoff, Tensor log_z, Tensor argmax)");
 
-  // One token per row, drawn from the row's law by an inverse CDF in integers.
+  // One token per row, drawn from the row's law by an inverse CDF in integers, or by a race.
   define(m,
          "sample(Tensor logits, Tensor? uniforms=None, *, Tensor? seeds=None, "
          "Tensor? positions=None, int draft_index=0, int domain=2, int stream=0, "
-         "Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None) "
+         "Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, "
+         "Tensor? allowed_mask=None, Tensor? draft_token_ids=None) "
          "-> (Tensor tokens, Tensor logprobs)");
 
   // Chain verification: draft tokens and raw logits in, tokens to emit out.
@@ -43,7 +44,7 @@ SPECDEC_LIBRARY(SPECDEC_NAMESPACE, m) {
          "Tensor? draft_temperature=None, Tensor? draft_top_k=None, Tensor? draft_top_p=None, "
          "Tensor? draft_min_p=None, str rule=\"block\", float lenience=1.0, int beta=3, "
          "float tau=1.0, float epsilon=0.09, float delta=0.3, bool full_accept_probs=False, "
-         "bool raw_logprobs=False) "
+         "bool raw_logprobs=False, Tensor? allowed_mask=None, Tensor? draft_token_ids=None) "
          "-> (Tensor tokens, Tensor num_accepted, Tensor logprobs, Tensor accept_probs, "
          "Tensor status)");
 
@@ -52,7 +53,8 @@ SPECDEC_LIBRARY(SPECDEC_NAMESPACE, m) {
          "acceptance(Tensor target_logits, Tensor draft_logits, *, Tensor? temperature=None, "
          "Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, "
          "Tensor? draft_temperature=None, Tensor? draft_top_k=None, Tensor? draft_top_p=None, "
-         "Tensor? draft_min_p=None) -> Tensor acceptance");
+         "Tensor? draft_min_p=None, Tensor? allowed_mask=None, Tensor? draft_token_ids=None) "
+         "-> Tensor acceptance");
 
   // The coins that verify draws from seeds and positions: n - 1 accept coins, then the final draw.
   define(m, "uniforms(Tensor seeds, Tensor positions, int n, *, int stream=0) -> Tensor uniforms");

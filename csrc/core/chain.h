@@ -1,6 +1,6 @@
 // The chain rules on one request whose laws are known: node i is the law after i draft tokens.
 //
-// Stepwise rules (token, greedy, lenient, top_beta, typical) stop at their first failure. The block
+// Stepwise rules (all but block) stop at their first failure. The block
 // rule (Sun et al., arXiv 2403.10444) is the recursion of recursion.h: inflows down the chain, then
 // an acceptance probability for each node from its residual mass.
 #pragma once
@@ -31,6 +31,7 @@ struct NodeFacts {
   double q;
   float log_p;
   Verdict verdict;  // under a stepwise rule
+  int64_t winner;   // of the race, under the coupled rule, else -1
 };
 
 // What the block rule finds at a node on its way down.
@@ -46,7 +47,20 @@ namespace SPECDEC_CPU_ISA {
 
 SPECDEC_HD Verdict certain(bool accepted) { return {accepted, accepted ? 1.0 : 0.0}; }
 
-// `extra` is the rank of the token less one (top_beta) or the entropy of the row (typical).
+// What target row i (there is one) is asked for.
+SPECDEC_HD ExtraTask extra_task(const VerifyParams& p, const Request& r, int64_t i,
+                                const Row& target) {
+  if (p.rule == Rule::kCoupled && !r.greedy) return {Extra::kWinner, 0.0f};
+  if (i >= r.drafted) return {};
+  const int64_t token = load_id(p.draft_tokens, r.b, i);
+  if (p.rule == Rule::kTopBeta && token < target.vocab) {
+    return {Extra::kRank, row_value(target, token)};
+  }
+  if (p.rule == Rule::kTypical && !r.greedy) return {Extra::kEntropy, 0.0f};
+  return {};
+}
+
+// `extra` is what extra_task asked for.
 SPECDEC_HD Verdict judge(const VerifyParams& p, const Request& r, int64_t i, float logit,
                          const LawRow& target, const NodeFacts& facts, double extra) {
   if (p.rule == Rule::kTopBeta) {
@@ -57,6 +71,9 @@ SPECDEC_HD Verdict judge(const VerifyParams& p, const Request& r, int64_t i, flo
     return certain(accepts_lenient_greedy(logit, target.law.max, p.relaxed.lenience));
   }
   if (r.greedy) return certain(facts.p > 0.0);
+  if (p.rule == Rule::kCoupled) {
+    return certain(load_id(p.draft_tokens, r.b, i) == facts.winner);
+  }
   if (p.rule == Rule::kTypical) {
     return certain(accepts_typical(facts.p, extra, p.relaxed.epsilon, p.relaxed.delta));
   }
@@ -66,7 +83,10 @@ SPECDEC_HD Verdict judge(const VerifyParams& p, const Request& r, int64_t i, flo
 
 SPECDEC_HD NodeFacts node_facts(const VerifyParams& p, const Request& r, int64_t i,
                                 const LawRow& target, const LawRow& draft, double extra) {
-  NodeFacts facts{true, true, false, 0.0, 1.0, NAN, {false, 0.0}};
+  NodeFacts facts{true, true, false, 0.0, 1.0, NAN, {false, 0.0}, -1};
+  if (p.rule == Rule::kCoupled && !r.greedy && target.law.valid) {
+    facts.winner = static_cast<int64_t>(extra);
+  }
   if (i >= r.drafted || !target.law.valid) return facts;
   facts.ends = false;
   const Column column = column_at(p, r.b, i);
@@ -84,6 +104,12 @@ SPECDEC_HD NodeFacts node_facts(const VerifyParams& p, const Request& r, int64_t
   return facts;
 }
 
+// The extra token comes from the target's law, or has already won the race.
+SPECDEC_HD void finish_with_target(Request* r, const LawRow& target, const NodeFacts& facts) {
+  draw_from_target(r, target);
+  r->draw.token = facts.winner;
+}
+
 // Takes a request through node i; sets walk->walking to whether it goes on to node i + 1. `report`:
 // write accept_probs and logprobs too.
 SPECDEC_HD void visit(const VerifyParams& p, Request* r, Walk* walk, int64_t i,
@@ -92,7 +118,7 @@ SPECDEC_HD void visit(const VerifyParams& p, Request* r, Walk* walk, int64_t i,
   walk->walking = false;
   if (facts.ends || !facts.usable) {
     if (!facts.usable) r->status |= kNoDraftLaw;
-    if (!walk->decided) draw_from_target(r, target);
+    if (!walk->decided) finish_with_target(r, target, facts);
     return;
   }
   if (report) p.accept_probs[r->b * p.gamma + i] = static_cast<float>(facts.verdict.probability);
@@ -106,7 +132,7 @@ SPECDEC_HD void visit(const VerifyParams& p, Request* r, Walk* walk, int64_t i,
     if (reads_draft_law(p.rule) && !r->greedy) {
       draw_from_residual(r, target, draft, column_at(p, r->b, i), facts.sampled, 1.0);
     } else {
-      draw_from_target(r, target);  // typical draws from p; a point mass has nothing else
+      finish_with_target(r, target, facts);  // typical draws from p; a point mass has nothing else
     }
     walk->decided = true;
     walk->walking = p.full_accept_probs;
@@ -142,7 +168,7 @@ SPECDEC_HD DrawTask block_residual(double inflow, const LawRow& target, const La
   DrawTask task;
   task.target = target.row;
   task.target_law = target.law;
-  task.draft = draft.row;
+  task.draft = in_token_order(draft.row);
   task.draft_law = draft.law;
   task.residual = true;
   task.coefficients = residual_after_child(node_with(inflow), 1.0, true);

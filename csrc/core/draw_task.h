@@ -9,7 +9,7 @@ namespace specdec {
 struct DrawTask {
   Row target;
   RowLaw target_law;
-  Row draft;  // data == nullptr: no draft law in the residual
+  Row draft;  // in token order; data == nullptr: no draft law in the residual
   RowLaw draft_law;
   bool residual = false;  // [coefficients.target * p - coefficients.draft * q]+ without `excluded`
   SPECDEC_CPU_ISA::ResidualCoefficients coefficients{1.0, 1.0};
@@ -17,14 +17,14 @@ struct DrawTask {
   double mass = -1.0;  // what the residual sums to; negative: not known yet
   double u = 0.0;
   bool active = false;
-  int64_t token = -1;  // the result
+  int64_t token = -1;  // the result; may be known beforehand
 };
 
 namespace SPECDEC_CPU_ISA {
 
 // Whether the token takes passes over the vocabulary.
 SPECDEC_HD bool needs_draw(const DrawTask& task) {
-  return task.active && task.target_law.valid && !task.target_law.point_mass;
+  return task.active && task.target_law.valid && !task.target_law.point_mass && task.token < 0;
 }
 
 }  // namespace SPECDEC_CPU_ISA

@@ -8,7 +8,7 @@ namespace specdec {
 
 enum class Element : int8_t { kFloat32, kBFloat16, kFloat16 };
 
-enum class Rule : int8_t { kBlock, kToken, kGreedy, kLenient, kTopBeta, kTypical };
+enum class Rule : int8_t { kBlock, kToken, kGreedy, kLenient, kTopBeta, kTypical, kCoupled };
 
 // Bits of verify's `status` output (DESIGN section 7).
 enum Status : int32_t {
@@ -43,6 +43,25 @@ struct RowBatch {
   IdArray index;               // packed only: [B, S] row numbers
 };
 
+// Which tokens a grammar allows: bit t % 32 of word t / 32 of a row, rows by (b, s); words ==
+// nullptr: all. Tokens from num_tokens on are not allowed.
+struct TokenMask {
+  const uint32_t* words = nullptr;
+  int64_t stride[2] = {0, 0};
+  int64_t num_tokens = 0;
+};
+
+// A reduced draft vocabulary: the token of each of its entries; ids.data == nullptr: none. The
+// arrays are scratch memory that a backend fills before anything reads the draft's rows.
+struct TokenMap {
+  IdArray ids;  // [num_entries], as the caller gave them
+  int64_t num_entries = 0;
+  int64_t num_tokens = 0;            // ids are below this
+  const int32_t* tokens = nullptr;   // [num_entries] token of an entry
+  const int32_t* entries = nullptr;  // [num_tokens] entry of a token, or -1
+  const int32_t* broken = nullptr;   // not 0: an id out of range, or a repeated one
+};
+
 // Per-request sampling parameters, each [B] or absent.
 struct SamplingParams {
   Array<float> temperature;
@@ -62,6 +81,7 @@ struct Randomness {
 struct RowLawParams {
   int64_t rows = 0;
   RowBatch logits;
+  TokenMask mask;
   SamplingParams sampling;
   float* max = nullptr;
   double* scale = nullptr;
@@ -73,6 +93,8 @@ struct RowLawParams {
 struct SampleParams {
   int64_t batch = 0;
   RowBatch logits;
+  TokenMask mask;
+  TokenMap map;  // without `entries`
   SamplingParams sampling;
   Randomness randomness;
   uint32_t domain = 0;
@@ -85,6 +107,8 @@ struct AcceptanceParams {
   int64_t rows = 0;
   RowBatch target;
   RowBatch draft;
+  TokenMask mask;
+  TokenMap map;
   SamplingParams target_sampling;
   SamplingParams draft_sampling;
   float* acceptance = nullptr;
@@ -112,6 +136,8 @@ struct VerifyParams {
   RowBatch target;  // [B, G+1, V]
   RowBatch draft;   // [B, G, Vd] logits or probabilities; data == nullptr: none
   bool draft_is_probs = false;
+  TokenMask mask;  // [B, G+1]
+  TokenMap map;
   IdArray draft_tokens;       // [B, G]
   IdArray draft_lengths;      // [B] or absent
   Array<int8_t> draft_kinds;  // [B, G] or absent

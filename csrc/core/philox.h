@@ -8,7 +8,7 @@ namespace specdec {
 
 // Which use of randomness a counter belongs to. Two uses never share a domain: a coin that also
 // chose the draft token, or the residual token, would bias the emitted law.
-enum class Domain : uint32_t { kAccept = 0, kResidual = 1, kDraft = 2 };
+enum class Domain : uint32_t { kAccept = 0, kResidual = 1, kDraft = 2, kCoupled = 3 };
 
 struct PhiloxWords {
   uint32_t word[4];

@@ -3,7 +3,7 @@
 
 #include "draw_task.h"
 #include "fixed_point.h"
-#include "philox.h"
+#include "race.h"
 
 namespace specdec {
 
@@ -42,6 +42,11 @@ SPECDEC_HD bool ignores_sampling(Rule rule) {
   return rule == Rule::kGreedy || rule == Rule::kTopBeta;
 }
 
+// Whether the rule draws coins and a final token; the coupled rule races instead.
+SPECDEC_HD bool uses_uniforms(Rule rule) {
+  return !ignores_sampling(rule) && rule != Rule::kCoupled;
+}
+
 SPECDEC_HD int8_t kind_at(const VerifyParams& p, int64_t b, int64_t i) {
   if (p.draft_kinds.data == nullptr) return p.draft.data != nullptr ? 1 : 0;
   return p.draft_kinds.data[b * p.draft_kinds.stride[0] + i * p.draft_kinds.stride[1]];
@@ -52,11 +57,12 @@ SPECDEC_HD Column column_at(const VerifyParams& p, int64_t b, int64_t i) {
 }
 
 SPECDEC_HD Row target_row(const VerifyParams& p, int64_t b, int64_t i) {
-  return row_at(p.target, b, i);
+  return masked(row_at(p.target, b, i), p.mask, b, i);
 }
 
 SPECDEC_HD Row draft_row(const VerifyParams& p, int64_t b, int64_t i) {
-  return p.draft.data != nullptr ? row_at(p.draft, b, i, p.draft_is_probs) : Row{};
+  if (p.draft.data == nullptr) return Row{};
+  return mapped(masked(row_at(p.draft, b, i, p.draft_is_probs), p.mask, b, i), p.map);
 }
 
 // Whether the law of draft row i of a request is asked for at all.
@@ -89,7 +95,8 @@ enum class ColumnState : int8_t { kUsable, kEnd, kInvalid };
 
 SPECDEC_HD ColumnState column_state(const VerifyParams& p, int64_t b, int64_t i) {
   const int64_t token = load_id(p.draft_tokens, b, i);
-  const int64_t ids = p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab;
+  const int64_t ids =
+      p.map.ids.data == nullptr && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab;
   const int8_t kind = kind_at(p, b, i);
   if (token == -1) return ColumnState::kEnd;
   const bool known = token >= 0 && token < ids && (kind == 0 || kind == 1);
@@ -121,6 +128,7 @@ SPECDEC_HD Request begin_request(const VerifyParams& p, int64_t b) {
     r.draft_filters = filters_at(p.draft_sampling, b, p.draft.vocab);
     out_of_range |= r.draft_filters.out_of_range;
   }
+  out_of_range |= reads_draft_law(p.rule) && is_broken(p.map);
   if (out_of_range) r.status |= kParameterOutOfRange;
   return r;
 }
@@ -134,7 +142,7 @@ SPECDEC_HD bool is_uniform_fine(const VerifyParams& p, int64_t b, int64_t slot) 
 
 // Takes the uniform of the final draw.
 SPECDEC_HD void take_final_uniform(const VerifyParams& p, Request* r) {
-  r->draw.u = r->greedy ? 0.0 : uniform_at(p, r->b, p.gamma);
+  r->draw.u = r->greedy || !uses_uniforms(p.rule) ? 0.0 : uniform_at(p, r->b, p.gamma);
 }
 
 SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {
@@ -156,8 +164,9 @@ SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {
 
 SPECDEC_HD Proposal proposal_of(const Column& column, const LawRow& draft) {
   if (!column.sampled) return {true, false, 1.0};
-  if (!draft.law.valid || column.token >= draft.row.vocab) return {false, true, 0.0};
-  const double q = law_probability(draft.law, row_value(draft.row, column.token), column.token);
+  const int64_t entry = entry_of_token(draft.row, column.token);
+  if (!draft.law.valid || entry < 0) return {false, true, 0.0};
+  const double q = law_probability(draft.law, row_value(draft.row, entry), entry);
   return {q > 0.0, !draft.law.point_mass, q};
 }
 
@@ -184,7 +193,7 @@ SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRo
   Node node;
   node.inflow = inflow;
   r->draw.residual = true;
-  r->draw.draft = sampled ? draft.row : Row{};
+  r->draw.draft = sampled ? in_token_order(draft.row) : Row{};
   r->draw.draft_law = draft.law;
   r->draw.coefficients = residual_after_child(node, 1.0, sampled);
   r->draw.excluded = column.token;

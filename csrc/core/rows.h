@@ -20,17 +20,38 @@ constexpr int64_t kTile = SPECDEC_TILE;
 constexpr int kGroup = 128;  // entries that share one maximum
 
 // One row of logits or probabilities; data == nullptr: no such row.
+//
+// What a mask hides is in the row as an entry of weight 0. Entries stand for tokens: entry i for
+// token i, unless a reduced vocabulary says otherwise.
 struct Row {
   const void* data = nullptr;
   Element element = Element::kFloat32;
-  bool linear = false;  // probabilities: an entry of weight 0 is 0, not -inf
+  bool linear = false;    // probabilities: an entry of weight 0 is 0, not -inf
+  bool by_token = false;  // in the order of the tokens, through `entries`
   int64_t vocab = 0;
+  int64_t num_tokens = 0;             // tokens that `allowed` and `entries` know
+  const uint32_t* allowed = nullptr;  // bits of a mask; nullptr: no mask
+  const int32_t* tokens = nullptr;    // reduced vocabulary, see TokenMap
+  const int32_t* entries = nullptr;
 };
 
 // A row and its law.
 struct LawRow {
   Row row;
   RowLaw law;
+};
+
+// What a rule wants from a row beside its law.
+enum class Extra : int8_t {
+  kNone,
+  kRank,     // top_beta: how many logits are above `logit`; in the pass that finds the law
+  kEntropy,  // typical: the entropy of the law in nats; likewise
+  kWinner,   // coupled: the entry that wins the race; once the law is known
+};
+
+struct ExtraTask {
+  Extra kind = Extra::kNone;
+  float logit = 0.0f;
 };
 
 namespace SPECDEC_CPU_ISA {
@@ -64,11 +85,57 @@ SPECDEC_HD float widen_float16(uint16_t bits) {
   return float_from_bits(wide | special | static_cast<uint32_t>(bits & 0x8000u) << 16);
 }
 
-SPECDEC_HD float row_value(const Row& row, int64_t token) {
-  if (row.element == Element::kFloat32) return static_cast<const float*>(row.data)[token];
-  const uint16_t bits = static_cast<const uint16_t*>(row.data)[token];
+// ---- entries ---
+
+// Whether the entries of a row are those that lie in memory, in that order.
+SPECDEC_HD bool is_verbatim(const Row& row) { return row.allowed == nullptr && !row.by_token; }
+
+SPECDEC_HD int64_t token_of_entry(const Row& row, int64_t entry) {
+  return row.tokens != nullptr && !row.by_token ? row.tokens[entry] : entry;
+}
+
+// Where a token stands in a row, or -1.
+SPECDEC_HD int64_t entry_of_token(const Row& row, int64_t token) {
+  if (row.entries != nullptr && !row.by_token) {
+    return token >= 0 && token < row.num_tokens ? row.entries[token] : -1;
+  }
+  return token < row.vocab ? token : -1;
+}
+
+SPECDEC_HD bool is_allowed(const Row& row, int64_t token) {
+  return row.allowed == nullptr || (token >= 0 && token < row.num_tokens &&
+                                    (row.allowed[token >> 5] >> (token & 31) & 1u) != 0);
+}
+
+// Where entry i lies in memory, or -1 where it is hidden or missing.
+SPECDEC_HD int64_t place_of_entry(const Row& row, int64_t i) {
+  if (!is_allowed(row, token_of_entry(row, i))) return -1;
+  return row.by_token ? row.entries[i] : i;
+}
+
+SPECDEC_HD float stored_value(const Row& row, int64_t place) {
+  if (row.element == Element::kFloat32) return static_cast<const float*>(row.data)[place];
+  const uint16_t bits = static_cast<const uint16_t*>(row.data)[place];
   return row.element == Element::kBFloat16 ? widen_bfloat16(bits) : widen_float16(bits);
 }
+
+// The value of an entry of weight 0.
+SPECDEC_HD float nothing(const Row& row) { return row.linear ? 0.0f : -INFINITY; }
+
+SPECDEC_HD float row_value(const Row& row, int64_t i) {
+  const int64_t place = place_of_entry(row, i);
+  return place < 0 ? nothing(row) : stored_value(row, place);
+}
+
+// The row of a reduced vocabulary seen in the order of the target's tokens; any other as it is.
+SPECDEC_HD Row in_token_order(Row row) {
+  if (row.entries == nullptr) return row;
+  row.by_token = true;
+  row.vocab = row.num_tokens;
+  return row;
+}
+
+// ---- where rows lie ---
 
 SPECDEC_HD int64_t load_id(const IdArray& ids, int64_t i, int64_t j) {
   const int64_t offset = i * ids.stride[0] + j * ids.stride[1];
@@ -78,7 +145,10 @@ SPECDEC_HD int64_t load_id(const IdArray& ids, int64_t i, int64_t j) {
 
 // Row s of request b, or no row where a packed index points outside.
 SPECDEC_HD Row row_at(const RowBatch& rows, int64_t b, int64_t s, bool linear = false) {
-  Row row{nullptr, rows.element, linear, rows.vocab};
+  Row row;
+  row.element = rows.element;
+  row.linear = linear;
+  row.vocab = rows.vocab;
   int64_t offset = b * rows.stride[0] + s * rows.stride[1];
   if (rows.index.data != nullptr) {
     const int64_t packed = load_id(rows.index, b, s);
@@ -88,6 +158,40 @@ SPECDEC_HD Row row_at(const RowBatch& rows, int64_t b, int64_t s, bool linear = 
   const int64_t bytes = rows.element == Element::kFloat32 ? 4 : 2;
   row.data = static_cast<const char*>(rows.data) + offset * bytes;
   return row;
+}
+
+// The row under the mask of (b, s).
+SPECDEC_HD Row masked(Row row, const TokenMask& mask, int64_t b, int64_t s) {
+  if (mask.words == nullptr) return row;
+  row.allowed = mask.words + b * mask.stride[0] + s * mask.stride[1];
+  row.num_tokens = mask.num_tokens;
+  return row;
+}
+
+SPECDEC_HD bool is_broken(const TokenMap& map) { return map.broken != nullptr && *map.broken != 0; }
+
+// A draft's row whose entries stand for the tokens of `map`; no row if that is no map.
+SPECDEC_HD Row mapped(Row row, const TokenMap& map) {
+  if (map.ids.data == nullptr) return row;
+  if (is_broken(map)) return Row{};
+  row.tokens = map.tokens;
+  row.entries = map.entries;
+  if (row.allowed == nullptr) row.num_tokens = map.num_tokens;
+  return row;
+}
+
+// The rows that the operators other than verify read (verify: core/request.h).
+SPECDEC_HD Row logits_row(const RowLawParams& p, int64_t r) {
+  return masked(row_at(p.logits, r, 0), p.mask, r, 0);
+}
+SPECDEC_HD Row logits_row(const SampleParams& p, int64_t b) {
+  return mapped(masked(row_at(p.logits, b, 0), p.mask, b, 0), p.map);
+}
+SPECDEC_HD Row target_row(const AcceptanceParams& p, int64_t r) {
+  return masked(row_at(p.target, r, 0), p.mask, r, 0);
+}
+SPECDEC_HD Row draft_row(const AcceptanceParams& p, int64_t r) {
+  return mapped(masked(row_at(p.draft, r, 0), p.mask, r, 0), p.map);
 }
 
 // Whether any request may have a filter.

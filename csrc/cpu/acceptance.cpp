@@ -4,6 +4,7 @@
 // the sum. Writes 4 bytes a row. Numerics: fp32 tile sums combined in float64 in tile order.
 #include "kernels.h"
 #include "law_pass.h"
+#include "token_map.h"
 
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
@@ -13,7 +14,7 @@ double tile_overlap(const LawTask& target, const LawTask& draft, int64_t tile) {
   float target_buffer[kTile], draft_buffer[kTile];
   const int64_t groups = tile_groups(target.row.vocab, tile);
   const float* p = view_tile(target.row, tile, groups, target_buffer);
-  const float* q = view_tile(draft.row, tile, groups, draft_buffer);
+  const float* q = view_tile(in_token_order(draft.row), tile, groups, draft_buffer);
   const ExpWeight target_weight(target.law), draft_weight(draft.law);
   const VecF target_scale = splat(static_cast<float>(1.0 / target.law.z));
   const VecF draft_scale = splat(static_cast<float>(1.0 / draft.law.z));
@@ -28,10 +29,8 @@ bool point_overlap(const LawTask& target, const LawTask& draft, double* overlap)
   const LawTask& point = target.law.point_mass ? target : draft;
   const LawTask& other = target.law.point_mass ? draft : target;
   if (!point.law.point_mass) return false;
-  const int64_t token = point.law.argmax;
-  *overlap = token < other.row.vocab
-                 ? law_probability(other.law, row_value(other.row, token), token)
-                 : 0.0;
+  const int64_t entry = entry_of_token(other.row, token_of_entry(point.row, point.law.argmax));
+  *overlap = entry >= 0 ? law_probability(other.law, row_value(other.row, entry), entry) : 0.0;
   return true;
 }
 
@@ -42,14 +41,16 @@ bool has_overlap(const LawTask& target, const LawTask& draft) {
 
 }  // namespace
 
-void acceptance(const AcceptanceParams& p, const ThreadPool& pool) {
+void acceptance(const AcceptanceParams& given, const ThreadPool& pool) {
+  AcceptanceParams p = given;
+  const MapStorage storage(&p.map);
   const int64_t tiles = num_tiles(p.target.vocab);
   Buffer<LawTask> tasks(2 * p.rows);
   LawTask* targets = tasks.data();
   LawTask* drafts = tasks.data() + p.rows;
   for (int64_t r = 0; r < p.rows; ++r) {
-    targets[r] = LawTask(row_at(p.target, r, 0), filters_at(p.target_sampling, r, p.target.vocab));
-    drafts[r] = LawTask(row_at(p.draft, r, 0), filters_at(p.draft_sampling, r, p.draft.vocab));
+    targets[r] = LawTask(target_row(p, r), filters_at(p.target_sampling, r, p.target.vocab));
+    drafts[r] = LawTask(draft_row(p, r), filters_at(p.draft_sampling, r, p.draft.vocab));
   }
   compute_laws(pool, tasks.data(), 2 * p.rows);
   Buffer<double> sums(p.rows * tiles);

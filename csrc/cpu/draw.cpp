@@ -14,11 +14,12 @@ namespace {
 template <typename Body>
 auto with_two_entries(const DrawTask& task, int64_t tile, const Body& body) {
   const int64_t groups = tile_groups(task.target.vocab, tile);
+  float target[kTile], draft[kTile];
   if (is_whole_bfloat16(task.target, tile, groups, task.excluded) &&
       is_whole_bfloat16(task.draft, tile, groups)) {
-    return body(bfloat16_entries(task.target, tile), bfloat16_entries(task.draft, tile), groups);
+    return body(bfloat16_entries(task.target, tile, groups, target),
+                bfloat16_entries(task.draft, tile, groups, draft), groups);
   }
-  float target[kTile], draft[kTile];
   const float* p = view_tile(task.target, tile, groups, target, task.excluded);
   const float* q = view_tile(task.draft, tile, groups, draft);
   return body(float_entries(task.target, tile, p, target),

@@ -3,7 +3,8 @@
 // Grid: (row, tile) units over threads for the passes over the vocabulary, rows over threads for
 // the selection of cutoffs (cutoff.cpp). Reads 2 or 4 bytes per vocabulary entry (16- or 32-bit
 // logits) for a plain temperature or top-k; top-p and min-p read again, from cache. Writes O(tiles)
-// per row. Numerics: fp32 exponentials against the tile's own maximum, or an entry near it,
+// per row. Ranks and entropies come from the same pass, while a tile is in L1. Numerics: fp32
+// exponentials against the tile's own maximum, or an entry near it,
 // combined in tile order in float64; masses for top-p in 2^-40 fixed point.
 #include "law_pass.h"
 
@@ -19,6 +20,7 @@ struct TileSummary {
   float reference;
   bool fine;
   double sum;
+  double extra;  // rank, or sum of weight * log(weight)
 };
 
 bool needs_group_max(const LawTask& task) {
@@ -78,18 +80,60 @@ bool sweep_tile(const Entries& entries, int64_t groups, double scale, TileSummar
   return scale * (static_cast<double>(s->max) - s->reference) <= kMaxLead;
 }
 
+// Number of entries above a logit. Counts within a tile stay far below 2^24: exact in fp32.
+template <typename Entries>
+double tile_rank(const Entries& entries, int64_t groups, float logit) {
+  const VecF bar = splat(logit), one = splat(1.0f);
+  return accumulate_pairs(groups, [&](int64_t i) {
+    const VecPair v = entries(i);
+    return VecPair{keep_where((VecI)(v.first > bar), one), keep_where((VecI)(v.second > bar), one)};
+  });
+}
+
+// Sum of weight * log(weight).
+template <typename Entries>
+double tile_entropy(const Entries& entries, int64_t groups, const ExpWeight& weight, double scale) {
+  const VecF slope = splat(static_cast<float>(scale));
+  const auto term = [&](VecF x) {  // masked again: 0 * -inf is NaN
+    return weight(x) * keep_where((VecI)(x >= weight.threshold), (x - weight.reference) * slope);
+  };
+  return accumulate_pairs(groups, [&](int64_t i) {
+    const VecPair v = entries(i);
+    return VecPair{term(v.first), term(v.second)};
+  });
+}
+
+// What the rule wants from a tile beside its law, from L1.
+template <typename Entries>
+double tile_extra(const LawTask& task, const Entries& entries, int64_t groups,
+                  const TileSummary& s) {
+  if (task.want.kind == Extra::kRank) return tile_rank(entries, groups, task.want.logit);
+  if (task.want.kind != Extra::kEntropy || !is_plain(task) || !(s.sum > 0.0)) return 0.0;
+  const double scale = 1.0 / task.filters.temperature;
+  const float threshold = support_threshold(-INFINITY, s.reference, scale);
+  return tile_entropy(entries, groups, ExpWeight(s.reference, scale, threshold), scale);
+}
+
+template <typename Entries>
+TileSummary scan_entries(const LawTask& task, const Entries& entries, int64_t groups,
+                         float* group_max) {
+  TileSummary s{-INFINITY, -INFINITY, true, 0.0, 0.0};
+  const double scale = 1.0 / task.filters.temperature;
+  if (may_sweep(task) && sweep_tile(entries, groups, scale, &s)) return s;
+  s.sum = 0.0;
+  s.fine = tile_max(entries, groups, &s.max, group_max);
+  s.reference = s.max;
+  if (is_plain(task) && s.fine && s.max > -INFINITY) {
+    const float threshold = support_threshold(-INFINITY, s.max, scale);
+    s.sum = tile_weight_sum(entries, groups, ExpWeight(s.max, scale, threshold));
+  }
+  return s;
+}
+
 TileSummary scan_logits(const LawTask& task, int64_t tile, float* group_max) {
   return with_entries(task.row, tile, [&](const auto& entries, int64_t groups) {
-    TileSummary s{-INFINITY, -INFINITY, true, 0.0};
-    const double scale = 1.0 / task.filters.temperature;
-    if (may_sweep(task) && sweep_tile(entries, groups, scale, &s)) return s;
-    s.sum = 0.0;
-    s.fine = tile_max(entries, groups, &s.max, group_max);
-    s.reference = s.max;
-    if (is_plain(task) && s.fine && s.max > -INFINITY) {
-      const float threshold = support_threshold(-INFINITY, s.max, scale);
-      s.sum = tile_weight_sum(entries, groups, ExpWeight(s.max, scale, threshold));
-    }
+    TileSummary s = scan_entries(task, entries, groups, group_max);
+    if (task.want.kind != Extra::kNone) s.extra = tile_extra(task, entries, groups, s);
     return s;
   });
 }
@@ -97,7 +141,7 @@ TileSummary scan_logits(const LawTask& task, int64_t tile, float* group_max) {
 TileSummary scan_probabilities(const LawTask& task, int64_t tile) {
   return with_entries(task.row, tile, [&](const auto& entries, int64_t groups) {
     VecI fine = (VecI)(VecF{} == VecF{});
-    TileSummary s{0.0f, 0.0f, true, 0.0};
+    TileSummary s{0.0f, 0.0f, true, 0.0, 0.0};
     s.sum = accumulate_pairs(groups, [&](int64_t i) {
       const VecPair v = entries(i);
       fine &= (VecI)(v.first >= 0.0f) & (VecI)(v.first <= FLT_MAX);
@@ -139,6 +183,7 @@ void combine_tiles(LawTask* task, const TileSummary* tiles) {
   }
   law.valid = fine && max > -INFINITY;
   if (!law.valid) return;
+  for (int64_t t = 0; t < n && task->want.kind == Extra::kRank; ++t) task->extra += tiles[t].extra;
   law.point_mass = is_greedy(task->filters);
   if (law.point_mass || task->want_argmax) {
     int64_t t = 0;
@@ -153,11 +198,14 @@ void combine_tiles(LawTask* task, const TileSummary* tiles) {
   }
   law.scale = 1.0 / task->filters.temperature;
   if (!is_plain(*task)) return;
+  double entropy = 0.0;
   for (int64_t t = 0; t < n; ++t) {
-    if (tiles[t].sum > 0.0) {
-      law.z += tiles[t].sum * exp(law.scale * (static_cast<double>(tiles[t].reference) - max));
-    }
+    if (!(tiles[t].sum > 0.0)) continue;
+    const double shift = law.scale * (static_cast<double>(tiles[t].reference) - max);
+    law.z += tiles[t].sum * exp(shift);
+    entropy += exp(shift) * (tiles[t].extra + shift * tiles[t].sum);
   }
+  if (task->want.kind == Extra::kEntropy) task->extra = log(law.z) - entropy / law.z;
 }
 
 double filtered_tile_sum(const LawTask& task, int64_t tile) {
@@ -166,27 +214,38 @@ double filtered_tile_sum(const LawTask& task, int64_t tile) {
   });
 }
 
+double filtered_tile_entropy(const LawTask& task, int64_t tile) {
+  return with_entries(task.row, tile, [&](const auto& entries, int64_t groups) {
+    return tile_entropy(entries, groups, ExpWeight(task.law), task.law.scale);
+  });
+}
+
 void compute_filtered(const ThreadPool& pool, LawTask* const* tasks, int64_t n, int64_t tiles,
                       TileSummary* summaries, const float* group_max) {
   Buffer<bool> pending(n);
+  Buffer<bool> wants_entropy(n);
   parallel_for(pool, n, 1, [&](int64_t r) {
     LawTask& task = *tasks[r];
     if (!task.law.valid || task.law.linear || task.law.point_mass || is_plain(task)) return;
     pending[r] = !apply_filters(task.row, task.filters, group_max + r * num_groups(kTile) * tiles,
                                 &task.law);
+    wants_entropy[r] = task.want.kind == Extra::kEntropy;
   });
   parallel_for(pool, n * tiles, kTilesPerThread, [&](int64_t unit) {
     const LawTask& task = *tasks[unit / tiles];
     const int64_t tile = unit % tiles;
-    if (pending[unit / tiles] && tile < num_tiles(task.row.vocab)) {
-      summaries[unit].sum = filtered_tile_sum(task, tile);
-    }
+    if (tile >= num_tiles(task.row.vocab)) return;
+    if (pending[unit / tiles]) summaries[unit].sum = filtered_tile_sum(task, tile);
+    if (wants_entropy[unit / tiles]) summaries[unit].extra = filtered_tile_entropy(task, tile);
   });
   for (int64_t r = 0; r < n; ++r) {
-    if (!pending[r]) continue;
-    for (int64_t t = 0; t < num_tiles(tasks[r]->row.vocab); ++t) {
-      tasks[r]->law.z += summaries[r * tiles + t].sum;
+    LawTask& task = *tasks[r];
+    double entropy = 0.0;
+    for (int64_t t = 0; t < num_tiles(task.row.vocab); ++t) {
+      if (pending[r]) task.law.z += summaries[r * tiles + t].sum;
+      if (wants_entropy[r]) entropy += summaries[r * tiles + t].extra;
     }
+    if (wants_entropy[r]) task.extra = log(task.law.z) - entropy / task.law.z;
   }
 }
 
@@ -201,6 +260,7 @@ void compute_laws(const ThreadPool& pool, LawTask* tasks, int64_t n) {
   bool any_group_max = false;
   for (int64_t i = 0; i < n; ++i) {
     tasks[i].law = RowLaw{};
+    tasks[i].extra = 0.0;
     if (tasks[i].row.data == nullptr) continue;
     present[rows++] = &tasks[i];
     const int64_t row_tiles = num_tiles(tasks[i].row.vocab);

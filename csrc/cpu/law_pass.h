@@ -10,6 +10,8 @@ namespace SPECDEC_CPU_ISA {
 struct LawTask : LawRow {
   Filters filters;
   bool want_argmax = false;
+  ExtraTask want;
+  double extra = 0.0;  // the rank or entropy that `want` asks for
 
   LawTask() = default;
   LawTask(const Row& row, const Filters& filters, bool want_argmax = false)

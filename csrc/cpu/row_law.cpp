@@ -23,7 +23,7 @@ void row_law(const RowLawParams& p, const ThreadPool& pool) {
   Buffer<LawTask> tasks(p.rows);
   for (int64_t r = 0; r < p.rows; ++r) {
     const Filters filters = filters_at(p.sampling, r, p.logits.vocab);
-    tasks[r] = LawTask(row_at(p.logits, r, 0), filters, true);
+    tasks[r] = LawTask(logits_row(p, r), filters, true);
   }
   compute_laws(pool, tasks.data(), p.rows);
   for (int64_t r = 0; r < p.rows; ++r) write_law(p, r, tasks[r]);

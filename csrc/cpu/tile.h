@@ -30,32 +30,78 @@ inline void widen_tile(const uint16_t* source, int64_t n, float* out) {
   }
 }
 
+// Entries under a mask whose bits are in their order, a word at a time. `begin` is that of a group.
+template <typename T>
+inline void copy_allowed(const Row& row, int64_t begin, int64_t n, T hidden, T* out) {
+  static_assert(kGroup % 32 == 0, "a group begins with a word of the mask");
+  const T* data = static_cast<const T*>(row.data) + begin;
+  const int64_t masked = row.num_tokens - begin < n ? row.num_tokens - begin : n;
+  int64_t i = 0;
+  for (; i + 32 <= masked; i += 32) {
+    const uint32_t word = row.allowed[(begin + i) >> 5];
+    for (int j = 0; j < 32; ++j) out[i + j] = (word >> j & 1u) != 0 ? data[i + j] : hidden;
+  }
+  for (; i < n; ++i) out[i] = is_allowed(row, begin + i) ? data[i] : hidden;
+}
+
+template <typename T>
+inline void copy_entries(const Row& row, int64_t begin, int64_t n, T hidden, T* out) {
+  if (!row.by_token && row.tokens == nullptr) return copy_allowed(row, begin, n, hidden, out);
+  const T* data = static_cast<const T*>(row.data);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t place = place_of_entry(row, begin + i);
+    const T value = data[place < 0 ? 0 : place];  // no branch: that vectorises
+    out[i] = place < 0 ? hidden : value;
+  }
+}
+
+// Bits of the entries that weigh nothing: 0, or -inf in the row's type.
+inline uint16_t nothing_of_16_bits(const Row& row) {
+  return row.linear ? 0 : row.element == Element::kBFloat16 ? 0xFF80 : 0xFC00;
+}
+
+// The entries [begin, begin + n) of a row in its own type, where they lie; or copied to `copy`,
+// where some are hidden or the order is another, so that all that follows sees a plain row.
+inline const void* raw_entries(const Row& row, int64_t begin, int64_t n, float* copy) {
+  if (is_verbatim(row)) {
+    const int64_t bytes = row.element == Element::kFloat32 ? 4 : 2;
+    return static_cast<const char*>(row.data) + begin * bytes;
+  }
+  if (row.element == Element::kFloat32) {
+    copy_entries(row, begin, n, nothing(row), copy);
+  } else {
+    copy_entries(row, begin, n, nothing_of_16_bits(row), reinterpret_cast<uint16_t*>(copy));
+  }
+  return copy;
+}
+
 // The entries [tile * kTile, ...) of a row as floats, padded to `groups` whole groups with entries
 // of weight 0. `buffer` holds kTile floats; a full float32 tile is used where it lies. `excluded`
-// (a token, or -1) gets weight 0 too.
+// (an entry, or -1) gets weight 0 too.
 inline const float* view_tile(const Row& row, int64_t tile, int64_t groups, float* buffer,
                               int64_t excluded = -1) {
   const int64_t begin = tile * kTile;
   int64_t n = row.vocab - begin;
   n = n < 0 ? 0 : n < groups * kGroup ? n : groups * kGroup;
   const bool patch = excluded >= begin && excluded < begin + n;
-  const float* values = buffer;
   if (n > 0 && row.element == Element::kFloat32) {
-    const float* source = static_cast<const float*>(row.data) + begin;
-    if (n == groups * kGroup && !patch) return source;
-    memcpy(buffer, source, n * sizeof(float));
+    const float* source = static_cast<const float*>(raw_entries(row, begin, n, buffer));
+    if (source != buffer) {
+      if (n == groups * kGroup && !patch) return source;
+      memcpy(buffer, source, n * sizeof(float));
+    }
   } else if (n > 0) {
-    const uint16_t* source = static_cast<const uint16_t*>(row.data) + begin;
+    float copy[kTile];
+    const uint16_t* source = static_cast<const uint16_t*>(raw_entries(row, begin, n, copy));
     if (row.element == Element::kBFloat16) {
       widen_tile<widen_bfloat16>(source, n, buffer);
     } else {
       widen_tile<widen_float16>(source, n, buffer);
     }
   }
-  const float nothing = row.linear ? 0.0f : -INFINITY;
-  for (int64_t i = n; i < groups * kGroup; ++i) buffer[i] = nothing;
-  if (patch) buffer[excluded - begin] = nothing;
-  return values;
+  for (int64_t i = n; i < groups * kGroup; ++i) buffer[i] = nothing(row);
+  if (patch) buffer[excluded - begin] = nothing(row);
+  return buffer;
 }
 
 // Two vectors of entries, as reductions take them.
@@ -91,24 +137,29 @@ inline FloatEntries float_entries(const Row& row, int64_t tile, const float* x,
   return {x, x == buffer || tile + 1 == num_tiles(row.vocab) ? x : x + kTile};
 }
 
-// Whether BFloat16Entries may read a tile where it lies.
+// Whether BFloat16Entries may read a tile without padding.
 inline bool is_whole_bfloat16(const Row& row, int64_t tile, int64_t groups, int64_t excluded = -1) {
   const int64_t end = tile * kTile + groups * kGroup;
   return row.element == Element::kBFloat16 && end <= row.vocab &&
          (excluded < tile * kTile || excluded >= end);
 }
 
-inline BFloat16Entries bfloat16_entries(const Row& row, int64_t tile) {
-  const uint16_t* x = static_cast<const uint16_t*>(row.data) + tile * kTile;
-  return {x, tile + 1 == num_tiles(row.vocab) ? x : x + kTile};
+// `copy` as for raw_entries.
+inline BFloat16Entries bfloat16_entries(const Row& row, int64_t tile, int64_t groups, float* copy) {
+  const uint16_t* x =
+      static_cast<const uint16_t*>(raw_entries(row, tile * kTile, groups * kGroup, copy));
+  const bool last = tile + 1 == num_tiles(row.vocab) || !is_verbatim(row);
+  return {x, last ? x : x + kTile};
 }
 
 // Calls body(entries, groups) with a tile of a row, in the order that suits its type.
 template <typename Body>
 inline auto with_entries(const Row& row, int64_t tile, const Body& body) {
   const int64_t groups = tile_groups(row.vocab, tile);
-  if (is_whole_bfloat16(row, tile, groups)) return body(bfloat16_entries(row, tile), groups);
   float buffer[kTile];
+  if (is_whole_bfloat16(row, tile, groups)) {
+    return body(bfloat16_entries(row, tile, groups, buffer), groups);
+  }
   const float* x = view_tile(row, tile, groups, buffer);
   return body(float_entries(row, tile, x, buffer), groups);
 }

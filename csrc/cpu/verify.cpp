@@ -5,6 +5,7 @@
 // accept tests and the recursion's scalars in float64, draws in integers.
 #include "chain_rules.h"
 #include "kernels.h"
+#include "token_map.h"
 
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
@@ -67,7 +68,9 @@ void verify_slice(const VerifyParams& p, const ThreadPool& pool, int64_t begin, 
 
 }  // namespace
 
-void verify(const VerifyParams& p, const ThreadPool& pool) {
+void verify(const VerifyParams& given, const ThreadPool& pool) {
+  VerifyParams p = given;
+  const MapStorage storage(&p.map);
   const int64_t slice = requests_per_slice(p);
   for (int64_t begin = 0; begin < p.batch; begin += slice) {
     verify_slice(p, pool, begin, begin + slice < p.batch ? slice : p.batch - begin);

@@ -1,10 +1,10 @@
-// Rules that stop at their first failure: token, greedy, lenient, top_beta, typical.
+// Rules that stop at their first failure: all but block.
 //
 // Grid: step i takes row i of every request that is still accepting, so that a row after the first
 // rejection is never read and all threads work even on a single request. Reads, with a dense draft,
 // 2 (accepted + 1) rows for the laws and 4 for the residual draw.
 #include "chain_rules.h"
-#include "relaxed_pass.h"
+#include "race.h"
 
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
@@ -13,24 +13,32 @@ namespace {
 struct Step {
   LawTask* targets;
   LawTask* drafts;
-  double* extra;  // rank (top_beta) or entropy (typical)
 };
 
-void measure_relaxed(const VerifyParams& p, const ThreadPool& pool, const Request* requests,
-                     const int64_t* walkers, int64_t n, int64_t i, const Step& step) {
-  if (p.rule != Rule::kTopBeta && p.rule != Rule::kTypical) return;
-  Buffer<int64_t> tokens(n);
-  Buffer<bool> active(n);
+Step step_tasks(const VerifyParams& p, const Request* requests, const int64_t* walkers, int64_t n,
+                int64_t i, LawTask* tasks) {
+  const Step step{tasks, tasks + n};
   for (int64_t k = 0; k < n; ++k) {
     const Request& r = requests[walkers[k]];
-    active[k] = i < r.drafted;
-    tokens[k] = active[k] ? load_id(p.draft_tokens, r.b, i) : -1;
+    LawTask& target = step.targets[k];
+    target = LawTask(target_row(p, r.b, i), r.target_filters);
+    if (target.row.data != nullptr) target.want = extra_task(p, r, i, target.row);
+    step.drafts[k] = LawTask();
+    if (wants_draft_row(p, r, i)) step.drafts[k] = LawTask(draft_row(p, r.b, i), r.draft_filters);
   }
-  if (p.rule == Rule::kTopBeta) {
-    count_greater(pool, step.targets, tokens.data(), n, step.extra);
-  } else {
-    entropies(pool, step.targets, active.data(), n, step.extra);
+  return step;
+}
+
+// Coupled: who wins at row i of each walker.
+void find_winners(const VerifyParams& p, const ThreadPool& pool, const Request* requests,
+                  const int64_t* walkers, int64_t n, int64_t i, LawTask* targets) {
+  Buffer<RaceTask> races(n);
+  for (int64_t k = 0; k < n; ++k) {
+    const bool active = targets[k].want.kind == Extra::kWinner && targets[k].law.valid;
+    races[k] = RaceTask(targets[k], race_of(p.randomness, requests[walkers[k]].b, i), active);
   }
+  run_races(pool, races.data(), n);
+  for (int64_t k = 0; k < n; ++k) targets[k].extra = static_cast<double>(races[k].winner);
 }
 
 }  // namespace
@@ -39,7 +47,6 @@ void verify_stepwise(const VerifyParams& p, const ThreadPool& pool, Request* req
   Buffer<Walk> walks(n);
   Buffer<int64_t> walkers(n);
   Buffer<LawTask> tasks(2 * n);
-  Buffer<double> extra(n);
   for (int64_t k = 0; k < n; ++k) walks[k] = Walk{};
   for (int64_t i = 0; i <= p.gamma; ++i) {
     int64_t walking = 0;
@@ -47,20 +54,15 @@ void verify_stepwise(const VerifyParams& p, const ThreadPool& pool, Request* req
       if (walks[k].walking) walkers[walking++] = k;
     }
     if (walking == 0) break;
-    const Step step{tasks.data(), tasks.data() + walking, extra.data()};
-    for (int64_t k = 0; k < walking; ++k) {
-      const Request& r = requests[walkers[k]];
-      step.targets[k] = LawTask(target_row(p, r.b, i), r.target_filters);
-      step.drafts[k] = LawTask();
-      if (wants_draft_row(p, r, i)) {
-        step.drafts[k] = LawTask(draft_row(p, r.b, i), r.draft_filters);
-      }
-    }
+    const Step step = step_tasks(p, requests, walkers.data(), walking, i, tasks.data());
     compute_laws(pool, tasks.data(), 2 * walking);
-    measure_relaxed(p, pool, requests, walkers.data(), walking, i, step);
+    if (p.rule == Rule::kCoupled) {
+      find_winners(p, pool, requests, walkers.data(), walking, i, step.targets);
+    }
     for (int64_t k = 0; k < walking; ++k) {
       Request& r = requests[walkers[k]];
-      const NodeFacts facts = node_facts(p, r, i, step.targets[k], step.drafts[k], step.extra[k]);
+      const NodeFacts facts =
+          node_facts(p, r, i, step.targets[k], step.drafts[k], step.targets[k].extra);
       visit(p, &r, &walks[walkers[k]], i, facts, step.targets[k], step.drafts[k], true);
     }
   }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <sstream>
 
+#include "../core/request.h"
 #include "checker.h"
 
 namespace specdec {
@@ -13,6 +14,9 @@ namespace {
 // Philox counters hold 16 bits of index and 8 of stream (DESIGN section 5).
 constexpr int64_t kMaxGamma = 65534;
 constexpr int64_t kMaxStream = 256;
+
+// Ids of a reduced vocabulary are kept in 32 bits.
+constexpr int64_t kMaxTokens = int64_t{1} << 31;
 
 // A null pointer means "absent" in params.h, and empty tensors have one too.
 const char kEmpty[8] = {};
@@ -41,6 +45,35 @@ RowBatch check_rows(const Checker& check, const Tensor& t, const char* name, con
   rows.index = check.ids(index, index_name, index_symbols, {batch, steps});
   if (rows.index.data == nullptr) rows.index.data = kEmpty;
   return rows;
+}
+
+// A bit mask over the tokens of the first argument's vocabulary, `symbols` is its shape.
+TokenMask check_mask(const Checker& check, const OptionalTensor& t, const char* symbols,
+                     Shape shape, int64_t num_tokens) {
+  TokenMask mask;
+  if (!t.has_value()) return mask;
+  const char* name = "allowed_mask";
+  check.words(*t, name, symbols, shape);
+  mask.words = reinterpret_cast<const uint32_t*>(t->numel() > 0 ? t->const_data_ptr() : kEmpty);
+  for (int64_t d = 0; d + 1 < t->dim(); ++d) mask.stride[d] = t->stride(d);
+  mask.num_tokens = num_tokens;
+  return mask;
+}
+
+int64_t words_for(int64_t vocab) { return (vocab + 31) / 32; }
+
+// The map of a draft's `num_entries` entries into `num_tokens` tokens.
+TokenMap check_map(const Checker& check, const OptionalTensor& t, int64_t num_entries,
+                   int64_t num_tokens) {
+  TokenMap map;
+  if (!t.has_value()) return map;
+  map.ids = check.ids(t, "draft_token_ids", "[Vd]", {num_entries});
+  map.num_entries = num_entries;
+  map.num_tokens = num_tokens;
+  check.require(num_entries <= num_tokens,
+                "draft_token_ids must map a draft vocabulary into the target's, got Vd = " +
+                    std::to_string(num_entries) + " > V = " + std::to_string(num_tokens));
+  return map;
 }
 
 struct SamplingTensors {
@@ -117,6 +150,7 @@ struct NamedRule {
 constexpr NamedRule kRules[] = {
     {"block", Rule::kBlock},     {"token", Rule::kToken},      {"greedy", Rule::kGreedy},
     {"lenient", Rule::kLenient}, {"top_beta", Rule::kTopBeta}, {"typical", Rule::kTypical},
+    {"coupled", Rule::kCoupled},
 };
 
 Rule check_rule(const Checker& check, const std::string& name) {
@@ -157,7 +191,7 @@ T* data_of(const Tensor& t) {
 }  // namespace
 
 RowLawCall check_row_law(Tensor logits, OptionalTensor temperature, OptionalTensor top_k,
-                         OptionalTensor top_p, OptionalTensor min_p) {
+                         OptionalTensor top_p, OptionalTensor min_p, OptionalTensor allowed_mask) {
   const Checker check("row_law", logits);
   check.vocabulary_rows(logits, "logits", "[R, V]", {-1, -1});
   const int64_t rows = logits.size(0);
@@ -170,6 +204,8 @@ RowLawCall check_row_law(Tensor logits, OptionalTensor temperature, OptionalTens
   RowLawParams& p = call.params;
   p.rows = rows;
   p.logits = dense_rows(logits);
+  const int64_t words = words_for(logits.size(1));
+  p.mask = check_mask(check, allowed_mask, "[R, ceil(V/32)]", {rows, words}, logits.size(1));
   p.sampling = target_sampling(check, temperature, top_k, top_p, min_p, rows);
   p.max = data_of<float>(std::get<0>(call.outputs));
   p.scale = data_of<double>(std::get<1>(call.outputs));
@@ -182,20 +218,30 @@ RowLawCall check_row_law(Tensor logits, OptionalTensor temperature, OptionalTens
 SampleCall check_sample(Tensor logits, OptionalTensor uniforms, OptionalTensor seeds,
                         OptionalTensor positions, int64_t draft_index, int64_t domain,
                         int64_t stream, OptionalTensor temperature, OptionalTensor top_k,
-                        OptionalTensor top_p, OptionalTensor min_p) {
+                        OptionalTensor top_p, OptionalTensor min_p, OptionalTensor allowed_mask,
+                        OptionalTensor draft_token_ids) {
   const Checker check("sample", logits);
   check.vocabulary_rows(logits, "logits", "[B, V]", {-1, -1});
   const int64_t batch = logits.size(0);
   check.in_range("draft_index", draft_index, 0, kMaxGamma + 2);
   // ACCEPT counters belong to verify's coins: a token drawn with one would bias the test of it.
-  check.require(domain == 1 || domain == 2,
-                "domain must be 1 (RESIDUAL) or 2 (DRAFT), got " + std::to_string(domain));
+  check.require(
+      domain >= 1 && domain <= 3,
+      "domain must be 1 (RESIDUAL), 2 (DRAFT) or 3 (COUPLED), got " + std::to_string(domain));
+  check.require(domain != 3 || !uniforms.has_value(),
+                "domain 3 (COUPLED) needs seeds and positions, got uniforms");
   SampleCall call{{},
                   {new_tensor(logits, {batch}, ScalarType::Long),
                    new_tensor(logits, {batch}, ScalarType::Float)}};
   SampleParams& p = call.params;
   p.batch = batch;
   p.logits = dense_rows(logits);
+  const int64_t vocab = logits.size(1);
+  const bool is_mapped = draft_token_ids.has_value();
+  p.mask = check_mask(check, allowed_mask, is_mapped ? "[B, W]" : "[B, ceil(V/32)]",
+                      {batch, is_mapped ? -1 : words_for(vocab)}, vocab);
+  if (is_mapped && allowed_mask.has_value()) p.mask.num_tokens = 32 * allowed_mask->size(1);
+  p.map = check_map(check, draft_token_ids, vocab, kMaxTokens);
   p.sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
   p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, 0, true);
   p.domain = static_cast<uint32_t>(domain);
@@ -214,7 +260,8 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
                         OptionalTensor draft_temperature, OptionalTensor draft_top_k,
                         OptionalTensor draft_top_p, OptionalTensor draft_min_p, std::string rule,
                         double lenience, int64_t beta, double tau, double epsilon, double delta,
-                        bool full_accept_probs, bool raw_logprobs) {
+                        bool full_accept_probs, bool raw_logprobs, OptionalTensor allowed_mask,
+                        OptionalTensor draft_token_ids) {
   const Checker check("verify", target_logits);
   VerifyParams p;
   p.rule = check_rule(check, rule);
@@ -241,20 +288,28 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
   check.require(draft.has_value() || (!has_filters && !draft_rows.has_value()),
                 "draft_rows and draft_ sampling parameters need draft_logits or draft_probs, got "
                 "neither");
+  check.require(draft.has_value() || !draft_token_ids.has_value(),
+                "draft_token_ids needs draft_logits or draft_probs, got neither");
+  const int64_t vocab = p.target.vocab;
+  p.mask = check_mask(check, allowed_mask, "[B, G+1, ceil(V/32)]",
+                      {batch, gamma + 1, words_for(vocab)}, vocab);
   if (draft.has_value()) {
     p.draft =
         check_rows(check, *draft, draft_logits.has_value() ? "draft_logits" : "draft_probs",
                    "[B, G, Vd]", "[Rd, Vd]", draft_rows, "draft_rows", "[B, G]", batch, gamma);
     p.draft_is_probs = draft_probs.has_value();
+    p.map = check_map(check, draft_token_ids, p.draft.vocab, vocab);
+    if (!SPECDEC_CPU_ISA::reads_draft_law(p.rule)) p.map = TokenMap{};
   }
   p.draft_kinds = check.bytes(draft_kinds, "draft_kinds", "[B, G]", {batch, gamma});
   p.draft_lengths = check.ids(draft_lengths, "draft_lengths", "[B]", {batch});
   p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
   p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
                                     p.target_sampling, batch);
-  const bool random = p.rule != Rule::kGreedy && p.rule != Rule::kTopBeta;
-  p.randomness =
-      check_randomness(check, uniforms, seeds, positions, stream, batch, gamma + 1, random);
+  check.require(p.rule != Rule::kCoupled || !uniforms.has_value(),
+                "rule \"coupled\" needs seeds and positions, got uniforms");
+  p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, gamma + 1,
+                                  !SPECDEC_CPU_ISA::ignores_sampling(p.rule));
   p.full_accept_probs = full_accept_probs;
   p.raw_logprobs = raw_logprobs;
 
@@ -276,7 +331,8 @@ AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
                                 OptionalTensor temperature, OptionalTensor top_k,
                                 OptionalTensor top_p, OptionalTensor min_p,
                                 OptionalTensor draft_temperature, OptionalTensor draft_top_k,
-                                OptionalTensor draft_top_p, OptionalTensor draft_min_p) {
+                                OptionalTensor draft_top_p, OptionalTensor draft_min_p,
+                                OptionalTensor allowed_mask, OptionalTensor draft_token_ids) {
   const Checker check("acceptance", target_logits);
   check.vocabulary_rows(target_logits, "target_logits", "[R, V]", {-1, -1});
   const int64_t rows = target_logits.size(0);
@@ -286,6 +342,9 @@ AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
   p.rows = rows;
   p.target = dense_rows(target_logits);
   p.draft = dense_rows(draft_logits);
+  const int64_t vocab = p.target.vocab;
+  p.mask = check_mask(check, allowed_mask, "[R, ceil(V/32)]", {rows, words_for(vocab)}, vocab);
+  p.map = check_map(check, draft_token_ids, p.draft.vocab, vocab);
   p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, rows);
   p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
                                     p.target_sampling, rows);

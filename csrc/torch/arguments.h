@@ -36,12 +36,13 @@ using UniformsCall = Call<UniformsParams, Tensor>;
 // Parameters in the order of library.cpp.
 
 RowLawCall check_row_law(Tensor logits, OptionalTensor temperature, OptionalTensor top_k,
-                         OptionalTensor top_p, OptionalTensor min_p);
+                         OptionalTensor top_p, OptionalTensor min_p, OptionalTensor allowed_mask);
 
 SampleCall check_sample(Tensor logits, OptionalTensor uniforms, OptionalTensor seeds,
                         OptionalTensor positions, int64_t draft_index, int64_t domain,
                         int64_t stream, OptionalTensor temperature, OptionalTensor top_k,
-                        OptionalTensor top_p, OptionalTensor min_p);
+                        OptionalTensor top_p, OptionalTensor min_p, OptionalTensor allowed_mask,
+                        OptionalTensor draft_token_ids);
 
 VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTensor draft_logits,
                         OptionalTensor draft_probs, OptionalTensor draft_kinds,
@@ -52,13 +53,15 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
                         OptionalTensor draft_temperature, OptionalTensor draft_top_k,
                         OptionalTensor draft_top_p, OptionalTensor draft_min_p, std::string rule,
                         double lenience, int64_t beta, double tau, double epsilon, double delta,
-                        bool full_accept_probs, bool raw_logprobs);
+                        bool full_accept_probs, bool raw_logprobs, OptionalTensor allowed_mask,
+                        OptionalTensor draft_token_ids);
 
 AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
                                 OptionalTensor temperature, OptionalTensor top_k,
                                 OptionalTensor top_p, OptionalTensor min_p,
                                 OptionalTensor draft_temperature, OptionalTensor draft_top_k,
-                                OptionalTensor draft_top_p, OptionalTensor draft_min_p);
+                                OptionalTensor draft_top_p, OptionalTensor draft_min_p,
+                                OptionalTensor allowed_mask, OptionalTensor draft_token_ids);
 
 UniformsCall check_uniforms(Tensor seeds, Tensor positions, int64_t n, int64_t stream);
 

@@ -124,10 +124,21 @@ void Checker::vocabulary_rows(const Tensor& t, const char* name, const char* sym
   const int64_t vocab = t.size(t.dim() - 1);
   require(vocab >= 1,
           std::string(name) + " must have at least one vocabulary entry, got " + describe(t));
+  unit_stride(t, name, symbols);
+}
+
+void Checker::words(const Tensor& t, const char* name, const char* symbols, Shape shape) const {
+  expect(t, name, symbols, "int32", t.scalar_type() == ScalarType::Int, shape);
+  require(t.size(t.dim() - 1) >= 1,
+          std::string(name) + " must have at least one word, got " + describe(t));
+  unit_stride(t, name, symbols);
+}
+
+void Checker::unit_stride(const Tensor& t, const char* name, const char* symbols) const {
   const int64_t stride = t.stride(t.dim() - 1);
-  require(vocab == 1 || stride == 1, std::string(name) + " must be " + symbols +
-                                         " with unit stride on the last dimension, got stride " +
-                                         std::to_string(stride));
+  require(t.size(t.dim() - 1) == 1 || stride == 1,
+          std::string(name) + " must be " + symbols +
+              " with unit stride on the last dimension, got stride " + std::to_string(stride));
 }
 
 IdArray Checker::ids(const std::optional<Tensor>& t, const char* name, const char* symbols,

@@ -34,6 +34,9 @@ class Checker {
   // A floating-point tensor over a vocabulary: the last dimension must have unit stride.
   void vocabulary_rows(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
 
+  // An int32 tensor of bit masks: the last dimension must have unit stride.
+  void words(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
+
   // Optional arguments come back as empty arrays where absent.
   IdArray ids(const std::optional<Tensor>& t, const char* name, const char* symbols,
               Shape shape) const;
@@ -47,6 +50,7 @@ class Checker {
   void in_range(const char* name, int64_t value, int64_t low, int64_t high) const;
 
  private:
+  void unit_stride(const Tensor& t, const char* name, const char* symbols) const;
   void same_device(const Tensor& t, const char* name) const;
   void expect(const Tensor& t, const char* name, const char* symbols, const char* types,
               bool type_fits, Shape shape) const;
