@@ -20,7 +20,14 @@ from torch import Tensor
 
 from . import ops
 
-__all__ = ["Estimate", "acceptance_rate", "accepted_length", "divergence", "expected_accepted"]
+__all__ = [
+    "Estimate",
+    "acceptance_rate",
+    "accepted_length",
+    "divergence",
+    "expected_accepted",
+    "ratio",
+]
 
 _FATAL = ops.STATUS_NO_TARGET_LAW | ops.STATUS_PARAMETER_OUT_OF_RANGE
 
@@ -44,41 +51,64 @@ class Estimate(NamedTuple):
 
 
 class _Moments:
-    """Sums that give the mean of clustered observations and its standard error.
-
-    A unit is a cluster of n observations with sum s. The mean is sum s / sum n, and its variance
-    that of the residuals s - mean n (the ratio estimator: Cochran, "Sampling techniques", section
-    6.4); where all n are 1, the usual variance of a mean.
-    """
+    """Sums over a stream that give a `ratio`."""
 
     def __init__(self) -> None:
-        self.units, self.sizes = 0, 0.0
-        self.sums, self.squares = 0.0, 0.0
-        self.crossed, self.squared_sizes = 0.0, 0.0
+        self.units = 0
+        self.sums, self.sizes = 0.0, 0.0
+        self.squares, self.crossed, self.squared_sizes = 0.0, 0.0, 0.0
 
-    def add(self, sums: Tensor, size: int) -> None:
-        """Add units ``[B]`` of `size` observations each."""
-        total = float(sums.sum())
+    def add(self, sums: Tensor, sizes: Tensor) -> None:
+        sums, sizes = sums.double(), sizes.double()
         self.units += len(sums)
-        self.sizes += size * len(sums)
-        self.sums += total
+        self.sums += float(sums.sum())
+        self.sizes += float(sizes.sum())
         self.squares += float((sums * sums).sum())
-        self.crossed += size * total
-        self.squared_sizes += size * size * len(sums)
+        self.crossed += float((sums * sizes).sum())
+        self.squared_sizes += float((sizes * sizes).sum())
 
     def estimate(self) -> Estimate:
         if self.sizes == 0:
             return Estimate(math.nan, math.nan, self.units)
         mean = self.sums / self.sizes
-        spread = self.squares - 2 * mean * self.crossed + mean * mean * self.squared_sizes
         if self.units < 2:
             return Estimate(mean, math.nan, self.units)
+        spread = self.squares - 2 * mean * self.crossed + mean * mean * self.squared_sizes
         variance = max(spread, 0.0) * self.units / (self.units - 1)
         return Estimate(mean, math.sqrt(variance) / self.sizes, self.units)
 
 
+def ratio(sums: Tensor, sizes: Tensor) -> Estimate:
+    """Estimate a mean of observations that come in independent units of unequal size.
+
+    The mean is sum s / sum n and its variance that of the residuals s - mean n (Cochran, "Sampling
+    techniques", 3rd edition, section 6.4); where all n are 1, the usual variance of a mean.
+
+    Parameters
+    ----------
+    sums : Tensor
+        ``[B]``, the sum of each unit's observations: the tokens of a request, say.
+    sizes : Tensor
+        ``[B]``, how many observations: its target calls.
+
+    Returns
+    -------
+    Estimate
+
+    Examples
+    --------
+    >>> import torch
+    >>> from specdec_ext import theory
+    >>> theory.ratio(torch.tensor([6.0, 2.0]), torch.tensor([2.0, 2.0]))
+    Estimate(mean=2.0, standard_error=1.0, units=2)
+    """
+    moments = _Moments()
+    moments.add(sums, sizes)
+    return moments.estimate()
+
+
 def divergence(target_logits: Tensor, draft_logits: Tensor, **filters: Any) -> Tensor:
-    """Compute D_LK of two laws, row by row: the probability that a sampled token is rejected.
+    """Compute D_LK of two laws row by row: the probability that a sampled token is rejected.
 
     D_LK(p, q) = sum |p - M| with M = (p + q) / 2 (definition 2) is the total variation distance,
     1 - sum min(p, q) (lemma 3): 0 for equal laws, 1 for disjoint ones (corollary 4).
@@ -159,7 +189,7 @@ def acceptance_rate(batches: Iterable[tuple[Tensor, Tensor]], **filters: Any) ->
             raise ValueError(
                 f"acceptance_rate: a row of batch {number} has no law, or a filter is out of range"
             )
-        moments.add(beta.double().reshape(units, rows).sum(1), rows)
+        moments.add(beta.double().reshape(units, rows).sum(1), torch.full((units,), rows))
     return moments.estimate()
 
 
@@ -269,5 +299,5 @@ def accepted_length(
                 f"accepted_length: a target row of batch {number} has no law, or a parameter is "
                 "out of range"
             )
-        moments.add(expected_accepted(found.accept_probs, rule), 1)
+        moments.add(expected_accepted(found.accept_probs, rule), torch.ones(len(tokens)))
     return moments.estimate()
