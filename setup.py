@@ -104,5 +104,10 @@ class Sanitize(BareCommand):
 setup(
     # One entry makes the wheel a platform wheel; what is built, and how, is CMake's.
     ext_modules=[Extension("specdec_ext._host", sources=[])],
-    cmdclass={"build": FreshBuild, "build_ext": CMakeBuild, "cuda_gate": CudaGate, "sanitize": Sanitize},
+    cmdclass={
+        "build": FreshBuild,
+        "build_ext": CMakeBuild,
+        "cuda_gate": CudaGate,
+        "sanitize": Sanitize,
+    },
 )

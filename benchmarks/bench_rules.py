@@ -1,12 +1,13 @@
-"""What every verification rule gives on the pair shipped here: tokens a target call, and wall time.
+"""What every verification rule gives on the pair shipped here: tokens a target call, wall time.
 
     python benchmarks/bench_rules.py             # all rules, gamma 2 to 12, T in {0, 0.6, 1}
     python benchmarks/bench_rules.py --quick     # does it run?
 
-Every setting completes the same prompts with the same seeds, prompt by prompt, in an order drawn
-anew for each of them, so that a busy machine is fair to all. Plain decoding takes its turn too.
-Times leave the prefill out. Standard errors are over prompts: a prompt's rounds are no independent
-observations.
+Every setting completes the same prompts with the same seeds. Times are of one prompt at a time, the
+settings in an order drawn anew for each prompt, so that a busy machine is fair to all; plain
+decoding takes its turn too, and the prefill is left out. Counts come from all prompts in one batch,
+each with several seeds: what a request emits does not depend on its batch. Standard errors are over
+prompts: the rounds of a prompt are no independent observations.
 
 At temperature 0, block, token, typical and coupled are greedy by contract, so that only greedy,
 lenient and top_beta are run there. The second table is Xia et al.'s table 4 (arXiv 2203.16487):
@@ -30,10 +31,12 @@ from typing import Any, NamedTuple
 
 import common
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import specdec_ext
 from specdec_ext import ops, theory
+from specdec_ext.decoding import Burst, Statistics
 from specdec_ext.demo import Pair, Prompt, find_prompts, load_pair
 
 LOSSLESS = ("block", "token", "greedy", "coupled")
@@ -57,15 +60,13 @@ class Setting(NamedTuple):
         return f"{self.rule} ({given})" if given else self.rule
 
 
-class Run(NamedTuple):
-    """What one setting did on one prompt."""
+class Counts(NamedTuple):
+    """What one setting did, all seeds of a prompt together: ``[prompts]`` each."""
 
-    tokens: int
-    calls: int
-    accepted: int
-    rejected: int
-    seconds: float
-    logprob: float  # sum over the tokens
+    tokens: Tensor
+    calls: Tensor
+    logprob: Tensor  # sum over the tokens
+    acceptance: float
 
 
 class Result(NamedTuple):
@@ -125,96 +126,133 @@ def settings_of(options: argparse.Namespace) -> list[Setting]:
 # ---- running -------------------------------------------------------------------------------------
 
 
-def run_once(pair: Pair, prompt: Prompt, setting: Setting, tokens: int, seed: int) -> Run:
-    """Complete one prompt, and ask the target what it thinks of the result."""
-    sequences, found = specdec_ext.generate(
+def complete(
+    pair: Pair, ids: Tensor, mask: Tensor | None, setting: Setting, **options: Any
+) -> tuple[Tensor, Statistics]:
+    """Generate under a setting; nothing stops a request before its limit."""
+    return specdec_ext.generate(
         pair.target,
         pair.draft if setting.gamma else None,
-        prompt.ids,
-        max_new_tokens=tokens,
+        ids,
+        attention_mask=mask,
         gamma=max(setting.gamma, 1),
         temperature=setting.temperature,
         rule=setting.rule if setting.gamma else "block",
-        seeds=seed,
         eos_token_id=(),
+        **options,
         **dict(setting.parameters),
     )
-    return Run(
-        found.emitted,
-        found.request_calls,
-        found.accepted,
-        found.rejected,
-        found.decode_seconds,
-        logprob(pair.target, sequences, prompt.ids.shape[1]),
+
+
+def count(
+    pair: Pair, prompts: Sequence[Prompt], setting: Setting, options: argparse.Namespace
+) -> Counts:
+    """Complete all prompts, at T > 0 with several seeds each, in one batch."""
+    copies = options.replicas if setting.temperature > 0 else 1
+    rows = [prompt.ids[0] for prompt in prompts for _ in range(copies)]
+    width = max(len(row) for row in rows)
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    for b, row in enumerate(rows):
+        ids[b, width - len(row) :] = row
+        mask[b, width - len(row) :] = 1
+    calls = torch.zeros(len(rows))
+
+    def on_round(bursts: Sequence[Burst]) -> None:
+        for burst in bursts:
+            calls[burst.request] += 1
+
+    sequences, found = complete(
+        pair, ids, mask, setting, max_new_tokens=options.tokens, seeds=options.seed,
+        on_round=on_round,
+    )  # fmt: skip
+    shape = (len(prompts), copies)
+    return Counts(
+        torch.tensor(found.new_tokens).reshape(shape).sum(1),
+        calls.reshape(shape).sum(1),
+        logprobs(pair.target, sequences, mask).reshape(shape).sum(1),
+        found.acceptance_rate,
     )
 
 
-def logprob(target: Any, sequences: Tensor, start: int) -> float:
-    """Sum of the target's log-probabilities, at T = 1, of all tokens from `start` on."""
-    logits = target(input_ids=sequences[:, :-1]).logits[:, start - 1 :].float()
+def logprobs(target: Any, sequences: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the target's log-probabilities, at T = 1, of all tokens after the prompts ``[B]``."""
+    start = mask.shape[1]
+    mask = F.pad(mask, (0, sequences.shape[1] - start - 1), value=1)
+    logits = target(
+        input_ids=sequences[:, :-1],
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+    ).logits[:, start - 1 :]
     emitted = sequences[:, start:, None]
-    return float(logits.log_softmax(-1).gather(-1, emitted).sum())
+    return logits.float().log_softmax(-1).gather(-1, emitted).sum((1, 2))
 
 
-def run_all(
+def time_all(
     pair: Pair, prompts: Sequence[Prompt], settings: Sequence[Setting], options: argparse.Namespace
-) -> dict[Setting, list[Run]]:
-    """Run every setting on a prompt, then on the next one; Ctrl-C keeps whole prompts."""
-    runs: dict[Setting, list[Run]] = {setting: [] for setting in settings}
+) -> dict[Setting, list[float]]:
+    """Seconds a token of every setting, prompt by prompt; Ctrl-C keeps whole prompts."""
+    seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     order = random.Random(options.seed)
+
+    def seconds_per_token(prompt: Prompt, setting: Setting, tokens: int, seed: int) -> float:
+        found = complete(pair, prompt.ids, None, setting, max_new_tokens=tokens, seeds=seed)[1]
+        return found.decode_seconds / found.emitted
+
     for setting in settings:  # nothing counts: first calls are slow
-        run_once(pair, prompts[0], setting, setting.gamma + 2, options.seed)
+        seconds_per_token(prompts[0], setting, setting.gamma + 2, options.seed)
     begin = time.perf_counter()
     try:
         for number, prompt in enumerate(prompts):
             done = {
-                setting: run_once(pair, prompt, setting, options.tokens, options.seed + number)
+                setting: seconds_per_token(prompt, setting, options.tokens, options.seed + number)
                 for setting in order.sample(settings, len(settings))
             }
-            for setting, run in done.items():
-                runs[setting].append(run)
-            seconds = time.perf_counter() - begin
-            print(f"{prompt.name}: {number + 1} of {len(prompts)}, {seconds:.0f} s", flush=True)
+            for setting, value in done.items():
+                seconds[setting].append(value)
+            passed = time.perf_counter() - begin
+            print(
+                f"timed {prompt.name}: {number + 1} of {len(prompts)}, {passed:.0f} s", flush=True
+            )
     except KeyboardInterrupt:
-        print(f"interrupted after {len(runs[settings[0]])} prompts")
-    return runs
+        print(f"interrupted after {len(seconds[settings[0]])} prompts")
+    return seconds
 
 
 # ---- results -------------------------------------------------------------------------------------
 
 
-def summarize(setting: Setting, runs: Sequence[Run], plain: Sequence[Run]) -> Result:
-    """Reduce the runs of a setting; `plain` are those of plain decoding on the same prompts."""
-    columns = {name: torch.tensor([getattr(r, name) for r in runs]) for name in Run._fields}
-    tokens, tested = columns["tokens"], columns["accepted"] + columns["rejected"]
-    per_token = [r.seconds / r.tokens for r in runs]
-    ratios = [p.seconds / p.tokens / seconds for p, seconds in zip(plain, per_token, strict=True)]
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
-    return Result(
-        setting,
-        theory.ratio(tokens, columns["calls"]),
-        float(columns["accepted"].sum() / tested.sum()),  # NaN of plain decoding: nothing tested
-        1e3 * statistics.median(per_token),
-        statistics.median(ratios),
-        error,
-        theory.ratio(columns["logprob"], tokens),
-    )
+def summarize(
+    counts: Mapping[Setting, Counts], seconds: Mapping[Setting, Sequence[float]]
+) -> list[Result]:
+    """Reduce all runs, each beside plain decoding of the same prompts at its temperature."""
+    plain = {s.temperature: found for s, found in seconds.items() if s.rule == PLAIN}
+    results = []
+    for setting, found in counts.items():
+        own = seconds[setting]
+        ratios = [p / s for p, s in zip(plain[setting.temperature], own, strict=True)]
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.nan
+        results.append(
+            Result(
+                setting,
+                theory.ratio(found.tokens, found.calls),
+                found.acceptance,
+                1e3 * statistics.median(own),
+                statistics.median(ratios),
+                error,
+                theory.ratio(found.logprob, found.tokens),
+            )
+        )
+    return results
 
 
-def summarize_all(runs: Mapping[Setting, Sequence[Run]]) -> list[Result]:
-    """Reduce all runs, each beside plain decoding at its temperature."""
-    plain = {s.temperature: found for s, found in runs.items() if s.rule == PLAIN}
-    return [summarize(s, found, plain[s.temperature]) for s, found in runs.items()]
-
-
-def block_over_token(runs: Mapping[Setting, Sequence[Run]]) -> list[str]:
+def block_over_token(counts: Mapping[Setting, Counts]) -> list[str]:
     """Compare the two on the same prompts: block accepts more if any lossless rule does."""
     lines = []
-    for setting, block in runs.items():
-        token = runs.get(setting._replace(rule="token"))
+    for setting, block in counts.items():
+        token = counts.get(setting._replace(rule="token"))
         if setting.rule != "block" or token is None:
             continue
-        a, b = (torch.tensor([r.tokens / r.calls for r in found]) for found in (block, token))
+        a, b = (found.tokens / found.calls for found in (block, token))
         gain = theory.ratio(a - b, torch.ones(len(a)))
         lines.append(
             f"T {setting.temperature}, gamma {setting.gamma}: block - token = {gain.mean:+.3f} "
@@ -381,6 +419,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="two prompts, few tokens and settings")
     parser.add_argument("--prompts", type=int, help="how many held-out modules are begun")
     parser.add_argument("--tokens", type=int, help="new tokens of each")
+    parser.add_argument("--replicas", type=int, help="seeds of each prompt, for the counts")
     parser.add_argument("--gamma", type=int, nargs="+")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     parser.add_argument("--rule", nargs="+", choices=ops.RULES, default=list(ops.RULES))
@@ -396,7 +435,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     quick = options.quick
     defaults = {
         "prompts": 2 if quick else 8,
-        "tokens": 16 if quick else 64,
+        "tokens": 12 if quick else 40,
+        "replicas": 2 if quick else 6,
         "gamma": [2, 4] if quick else [2, 4, 8, 12],
         "beta": [3] if quick else [3, 5],
         "tau": [1.0, 3.0] if quick else [1.0, 2.0, 3.0, 4.0, 5.0],
@@ -425,14 +465,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{len(settings)} settings, {len(prompts)} prompts, {options.tokens} tokens\n", flush=True
     )
-    runs = run_all(pair, prompts, settings, options)
-    if not runs[settings[0]]:
+    counts = {setting: count(pair, prompts, setting, options) for setting in settings}
+    print(f"counted after {time.perf_counter() - begin:.0f} s", flush=True)
+    seconds = time_all(pair, prompts, settings, options)
+    if not seconds[settings[0]]:
         return 1
-    results = summarize_all(runs)
+    results = summarize(counts, seconds)
     facts |= {
         "prompts": [prompt.name for prompt in prompts],
         "tokens": options.tokens,
-        "verdict": [*verdict(results), *block_over_token(runs)],
+        "replicas": options.replicas,
+        "verdict": [*verdict(results), *block_over_token(counts)],
         "seconds": round(time.perf_counter() - begin, 1),
         "others_cpu_share": load.share(),
     }

@@ -505,7 +505,7 @@ int break_on_purpose(const char* how) {
 int main(int argc, char** argv) {
   using namespace specdec;
   if (argc == 3 && std::strcmp(argv[1], "--break") == 0) return break_on_purpose(argv[2]);
-  const uint64_t cases = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 2000;
+  const uint64_t cases = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 8000;
 #ifdef SPECDEC_HAVE_AVX512
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
