@@ -31,7 +31,7 @@ def pair():
 
 def test_smoke(tmp_path, capsys):
     threads = torch.get_num_threads()
-    rules = ["--rule", "block", "token", "greedy", "lenient", "top_beta", "--temperature", "0", "1"]
+    rules = ["--rule", "block", "coupled", "greedy", "top_beta", "--temperature", "0", "1"]
     try:
         assert bench.main([*TINY, *rules, "--output", str(tmp_path)]) == 0
     finally:
@@ -41,8 +41,8 @@ def test_smoke(tmp_path, capsys):
     records, machine = payload["records"], payload["machine"]
     assert machine["seed"] == 3 and len(machine["prompts"]) == 2
     found = {(r["table"], r["rule"], r["temperature"]) for r in records}
-    at_zero = {("rules", rule, 0.0) for rule in ("plain", "greedy", "lenient", "top_beta")}
-    at_one = {("rules", rule, 1.0) for rule in ("plain", "block", "token", "lenient", "top_beta")}
+    at_zero = {("rules", rule, 0.0) for rule in ("plain", "greedy", "top_beta")}
+    at_one = {("rules", rule, 1.0) for rule in ("plain", "block", "coupled", "top_beta")}
     assert found == at_zero | at_one | {("table 4", "top_beta", 0.0)}
     for record in records:
         plain = record["rule"] == "plain"
