@@ -82,11 +82,10 @@ if extent == "every kernel":
 elif extent == "masks and maps":
     masks = dict(allowed_mask=torch.zeros(2, 4, 64, dtype=i32))
     draft_ids = dict(draft_token_ids=torch.arange(2048))
-    verify("block", dtype=bf16, **masks, **draft_ids)
-    verify("token", filters=False, draft="probs", packed=True, **masks, **draft_ids)
+    verify("block", dtype=bf16, draft="probs", packed=True, **masks, **draft_ids)
     verify("coupled", philox=True, **masks)
     operators.sample(row[:, :999], domain=3, draft_token_ids=ids, **at)
-    operators.sample(row[:, :999], allowed_mask=words, draft_token_ids=ids, **at)
+    operators.sample(row[:, :999], allowed_mask=words, draft_token_ids=ids, **at, **filters)
 else:
     verify("token", filters=False, philox=True, packed=True, id_dtype=i32, kinds="mixed")
     verify("lenient", dtype=f16, draft="probs", vocab=1, raw_logprobs=True, layout="padded")
