@@ -186,7 +186,6 @@ TRITON = Backend(
     tv=1e-6,
     shares={} if HAS_GPU else INTERPRETED,
     otherwise=1 if HAS_GPU else 0,
-    lacks=NOT_YET,
 )
 OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
 BACKENDS = [REFERENCE, *OPERATORS]
