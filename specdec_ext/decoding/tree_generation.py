@@ -109,6 +109,6 @@ class TreeGeneration(_Generation):
 
 
 def _last_node(path: Tensor, num_accepted: Tensor) -> Tensor:
-    """The node where each request ended, ``[B, 1]``."""
+    """Return the node where each request ended, ``[B, 1]``."""
     last = path.gather(1, (num_accepted.long() - 1).clamp(min=0)[:, None])
     return torch.where(num_accepted[:, None] > 0, last, 0)
