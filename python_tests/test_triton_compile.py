@@ -24,6 +24,7 @@ from specdec_ext.testing import make_case
 
 kind, arch, warp, extent = sys.argv[1:]
 arch = int(arch) if arch.isdigit() else arch
+SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, "gfx942": 64 * 1024}  # bytes that a program can have
 
 
 class Driver:
@@ -46,6 +47,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
     made = run(kernel, *args, grid=grid, warmup=True, **options)
     binary = made.asm["cubin" if kind == "cuda" else "hsaco"]
     assert len(binary) > 500, kernel.__name__
+    assert made.metadata.shared <= SHARED_MEMORY[arch], (kernel.__name__, made.metadata.shared)
     compiled.setdefault(kernel.__name__, set()).add(made.hash)
 
 
@@ -65,6 +67,12 @@ def verify(rule, **options):
     operators.verify(**case.inputs)
 
 
+def attend(nodes, size, dtype, places=9000, **options):
+    q, cache = torch.zeros(2, nodes, 8, size, dtype=dtype), torch.zeros(2, places, 2, size, dtype=dtype)
+    bits = torch.zeros(2, nodes, (nodes + 63) // 64, dtype=torch.int64)
+    operators.tree_attention(q, cache, cache, bits, seeds, **options)
+
+
 if extent == "every kernel":
     verify("block", dtype=bf16, draft_filters=True)
     verify("top_beta", dtype=bf16, filters=False)
@@ -72,6 +80,10 @@ if extent == "every kernel":
     operators.sample(row, torch.zeros(2, dtype=torch.float64))
     operators.acceptance(row, row)
     operators.uniforms(seeds, seeds, 4)
+    parents = torch.zeros(2, 64, dtype=torch.int64)
+    operators.tree_mask(parents)
+    operators.compact_kv(*[torch.zeros(2, 99, 8, 64, dtype=bf16)] * 2, parents, seeds, seeds)
+    attend(64, 128, bf16)
 else:
     verify("token", filters=False, philox=True, packed=True, id_dtype=i32, kinds="mixed")
     verify("lenient", dtype=f16, draft="probs", vocab=1, raw_logprobs=True, layout="padded")
@@ -81,6 +93,17 @@ else:
     verify("block", draft="none", gamma=0, dtype=f16, filters=False)
     operators.sample(row.float(), seeds=seeds, positions=seeds, stream=1, domain=1, **filters)
     operators.acceptance(row, row.float()[:, :999], draft_top_p=torch.ones(2))
+    parents = torch.zeros(2, 1000, dtype=i32)
+    operators.tree_mask(parents)
+    caches = [torch.zeros(3, 2, 4, 99, 80, dtype=f16).transpose(2, 3), torch.zeros(3, 2, 99, 1, 7)]
+    operators.compact_kv(*caches, parents, seeds.int(), seeds.int())
+    for nodes, size, dtype, options in (
+        (1, 64, f16, {}), (64, 64, bf16, dict(soft_cap=30.0)), (70, 80, f16, dict(scale=0.1)),
+        (200, 96, bf16, {}), (9, 128, torch.float32, {}), (64, 256, torch.float32, {}),
+        (64, 256, bf16, dict(soft_cap=30.0)),
+    ):
+        attend(nodes, size, dtype, **options)
+    attend(64, 128, bf16, places=100)
 
 kernels = set()
 for module in pkgutil.iter_modules(backend.__path__):

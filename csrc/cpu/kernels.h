@@ -13,6 +13,8 @@ struct Kernels {
   void (*verify)(const VerifyParams&, const ThreadPool&);
   void (*acceptance)(const AcceptanceParams&, const ThreadPool&);
   void (*uniforms)(const UniformsParams&, const ThreadPool&);
+  void (*tree_mask)(const TreeMaskParams&, const ThreadPool&);
+  void (*compact_kv)(const CompactKvParams&, const ThreadPool&);
 };
 
 #define SPECDEC_DECLARE_KERNELS(isa)                                         \
@@ -22,7 +24,10 @@ struct Kernels {
   void verify(const VerifyParams&, const ThreadPool&);                       \
   void acceptance(const AcceptanceParams&, const ThreadPool&);               \
   void uniforms(const UniformsParams&, const ThreadPool&);                   \
-  constexpr Kernels kKernels{row_law, sample, verify, acceptance, uniforms}; \
+  void tree_mask(const TreeMaskParams&, const ThreadPool&);                  \
+  void compact_kv(const CompactKvParams&, const ThreadPool&);                \
+  constexpr Kernels kKernels{                                                \
+      row_law, sample, verify, acceptance, uniforms, tree_mask, compact_kv}; \
   }
 
 SPECDEC_DECLARE_KERNELS(baseline)

@@ -1,12 +1,11 @@
 #include "arguments.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <cmath>
 #include <sstream>
 
 #include "../core/request.h"
 #include "checker.h"
+#include "outputs.h"
 
 namespace specdec {
 namespace {
@@ -177,15 +176,6 @@ RelaxedParams check_relaxed(const Checker& check, double lenience, int64_t beta,
   check_number(check, "epsilon", epsilon, epsilon > 0.0, "finite and > 0");
   check_number(check, "delta", delta, delta > 0.0, "finite and > 0");
   return {lenience, beta, tau, epsilon, delta};
-}
-
-Tensor new_tensor(const Tensor& like, Shape shape, ScalarType type) {
-  return torch::stable::new_empty(like, {shape.begin(), shape.size()}, type);
-}
-
-template <typename T>
-T* data_of(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
 }
 
 }  // namespace
