@@ -997,7 +997,7 @@ def tree_mask(parents: Tensor) -> TreeMaskResult:
             seen[b, v, v] = True
             depths[b, v] = seen[b, v].sum() - 1
     place = torch.ones(64, dtype=torch.int64) << torch.arange(64)  # the last one is negative
-    words = (seen.view(batch, nodes, -1, 64) * place).sum(3)
+    words = (seen.unflatten(2, (-1, 64)) * place).sum(3)
     return TreeMaskResult(*(t.to(parents.device) for t in (words, depths, status)))
 
 

@@ -107,14 +107,14 @@ def _make_mod(
         width = prefix_mask.shape[1]
         counts = prefix_mask.bool()
 
-        def mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def with_holes(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             node = key - width
             seen = sees_node(b, query, node)
             if width > 0:
                 seen = seen | ((key < width) & counts[b, key.clamp(max=width - 1)])
             return torch.where(sees_node(b, query, query), seen, node == query)
 
-        return mod, width
+        return with_holes, width
 
     assert prefix_lens is not None and prefix_width is not None
     width = prefix_width

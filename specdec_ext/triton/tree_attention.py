@@ -239,9 +239,7 @@ def combine(
     for split in range(0, splits):
         place = ((b * key_heads + key_head) * splits + split) * rows + row
         log2_sum = tl.load(partial.log2_sum + place, mask=inside, other=float("-inf"))
-        part = tl.load(
-            partial.out + place[:, None] * SIZE + d[None, :], mask=has_entry, other=0.0
-        )
+        part = tl.load(partial.out + place[:, None] * SIZE + d[None, :], mask=has_entry, other=0.0)
         new_largest = tl.maximum(largest, log2_sum)
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         shrink = tl.exp2(largest - base)
@@ -280,7 +278,8 @@ def tree_attention(out: Tensor, call: SimpleNamespace) -> None:
     block = min(max(triton.next_power_of_2(rows), 16), largest)
     programs = batch * key_heads * triton.cdiv(rows, block)
     splits = _number_of_splits(programs, places)
-    tree = Tree(ancestors, *ancestors.stride(), lens, lens.stride(0), nodes, places)
+    strides: tuple[int, int, int] = ancestors.stride()
+    tree = Tree(ancestors, *strides, lens, lens.stride(0), nodes, places)
     partial = None
     if splits > 1:
         shape = (batch, key_heads, splits, rows)
@@ -302,7 +301,7 @@ def tree_attention(out: Tensor, call: SimpleNamespace) -> None:
         **sizes,
         num_warps=8 if block * width > 64 * 64 else 4,
         num_stages=2,
-        fuse=True,
+        enable_fp_fusion=True,
     )
     if splits > 1:
         block = 16
@@ -312,5 +311,5 @@ def tree_attention(out: Tensor, call: SimpleNamespace) -> None:
             *(tree, partial, out, heads, key_heads, splits, ancestors.shape[2]),
             ROWS=block,
             **sizes,
-            fuse=True,
+            enable_fp_fusion=True,
         )

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import INTERPRETED, launch
 
-BLOCK = 64
+#: Nodes of a program. Interpreted programs follow each other: one takes all.
+BLOCK = 1024 if INTERPRETED else 64
 INVALID_TREE = tl.constexpr(16)
 
 
