@@ -105,7 +105,9 @@ def _fill(
     found = parts[0][0] if len(parts) == 1 else _merged(*parts[1], *parts[0])[0]
     found = found.view(batch, groups, -1, nodes, size).permute(0, 3, 1, 2, 4)
     out.view(batch, nodes, groups, -1, size).copy_(found)
-    out.masked_fill_(~visible.any(2)[..., None, None], 0.0)
+    padding = ~visible.any(2)
+    if bool(padding.any()):
+        out[padding] = 0.0
 
 
 @torch.no_grad()

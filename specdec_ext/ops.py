@@ -952,6 +952,8 @@ def tree_attention(
     )
     _check_floats(op, soft_cap=soft_cap, **({} if scale is None else {"scale": scale}))
     operators = resolve(op, backend, q.device)
+    if backend == "cuda":  # which would find Triton's, registered in its place
+        raise ValueError(f"{op}: backend 'cuda' has no kernels for it, choose 'triton' or 'auto'")
     out: Tensor = operators.tree_attention(
         q, k_cache, v_cache, ancestors, seq_lens, scale=scale, soft_cap=soft_cap
     )

@@ -23,7 +23,7 @@ INVALID_TREE = tl.constexpr(16)
 @triton.jit
 def tree_size(parents, stride_n, nodes, NODES: tl.constexpr):
     """Count the nodes that are no padding; 0 where parents are no tree."""
-    node = tl.arange(0, NODES)
+    node = tl.arange(0, NODES).to(tl.int64)
     parent = tl.load(parents + node * stride_n, mask=node < nodes, other=-1).to(tl.int64)
     illegal = tl.sum(((parent < -1) | (parent >= node)).to(tl.int32), 0)
     is_child = parent >= 0
@@ -44,7 +44,7 @@ def write_tree(
     parents += b * stride_b
     size = tree_size(parents, stride_n, nodes, NODES)
     tl.store(status + b, tl.where(size > 0, 0, INVALID_TREE))
-    own = first + tl.arange(0, BLOCK)
+    own = first + tl.arange(0, BLOCK).to(tl.int64)
     # Of what is no tree, the root alone is left, whatever its parent.
     node = tl.where(own < tl.maximum(size, 1), own, -1)
     depth = tl.full([BLOCK], -1, tl.int64)
@@ -54,10 +54,10 @@ def write_tree(
         bits = tl.zeros([BLOCK], tl.int64)
         while tl.max(node, 0) >= word * 64:
             here = node >= word * 64
-            bits |= tl.where(here, tl.full([BLOCK], 1, tl.int64) << (node % 64).to(tl.int64), 0)
+            bits |= tl.where(here, tl.full([BLOCK], 1, tl.int64) << (node % 64), 0)
             depth += here.to(tl.int64)
             above = tl.load(parents + node * stride_n, mask=here & (node > 0), other=-1)
-            node = tl.where(here, above.to(tl.int32), node)
+            node = tl.where(here, above.to(tl.int64), node)
         tl.store(out + word, bits, mask=own < nodes)
     tl.store(depths + b * nodes + own, depth, mask=own < nodes)
 
