@@ -194,7 +194,7 @@ struct CompactKvParams {
   int32_t* status = nullptr;  // [B]
 };
 
-// The kernels are Triton's, or torch's own: these are the checked sizes alone.
+// Its arguments are only checked in C++: the kernels are Triton's, on the CPU torch's own.
 struct TreeAttentionParams {};
 
 }  // namespace specdec
