@@ -71,4 +71,17 @@ SPECDEC_LIBRARY(SPECDEC_NAMESPACE, m) {
 
   // The coins that verify draws from seeds and positions: n - 1 accept coins, then the final draw.
   define(m, "uniforms(Tensor seeds, Tensor positions, int n, *, int stream=0) -> Tensor uniforms");
+
+  // The ancestors of every node of a draft tree as bits, and its depth.
+  define(m, "tree_mask(Tensor parents) -> (Tensor ancestors, Tensor depths, Tensor status)");
+
+  // Keeps the accepted path's keys and values behind the root's, in place.
+  define(m,
+         "compact_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor path, Tensor num_accepted, "
+         "Tensor seq_lens) -> Tensor status");
+
+  // Attention of a tree's nodes to a cached prefix and to their ancestors.
+  define(m,
+         "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors, "
+         "Tensor seq_lens, *, float? scale=None, float soft_cap=0.0) -> Tensor out");
 }

@@ -78,6 +78,20 @@ class Backend:
     def uniforms(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._call("uniforms", *args, **kwargs)
 
+    def tree_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return specdec_ext.TreeMaskResult(*self._call("tree_mask", *args, **kwargs))
+
+    def tree_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._call("tree_attention", *args, **kwargs)
+
+    def compact_kv(self, k_cache: Any, v_cache: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        caches = [placed(cache, torch.device(self.device)) for cache in (k_cache, v_cache)]
+        status = self._call("compact_kv", *caches, *args, **kwargs)
+        for given, written in zip((k_cache, v_cache), caches, strict=True):
+            if written is not given:
+                given.copy_(written)
+        return status
+
     def run(self, case: VerifyCase) -> VerifyOutcome:
         return case.run(self.verify)
 
@@ -136,6 +150,12 @@ INTERPRETED = {
     "test_thresholds.test_a_rejected_deterministic_token_is_excluded": 6,
     "test_thresholds.test_large_logits": 3,
     "test_thresholds.test_largest_float16_and_float32_logits": 1,
+    "test_tree_mask": 1,
+    "test_tree_mask.test_like_the_reference": 2,
+    "test_tree_attention": 1,
+    "test_tree_attention.test_like_a_dense_mask": 2,
+    "test_compact_kv": 1,
+    "test_compact_kv.test_like_the_reference": 3,
 }
 
 # Blocks of one warp run everything that they can run in good time and that is about kernels;
@@ -147,14 +167,9 @@ ONE_WARP = {
 }
 FOUR_WARPS = dict.fromkeys(
     (
-        "test_parity",
-        "test_filters",
-        "test_status",
-        "test_tables",
-        "test_thresholds",
-        "test_coupled",
-        "test_masks",
-        "test_draft_vocabulary",
+        *("test_parity", "test_filters", "test_status", "test_tables", "test_thresholds"),
+        *("test_coupled", "test_masks", "test_draft_vocabulary"),
+        *("test_tree_mask", "test_compact_kv"),
     ),
     1,
 )

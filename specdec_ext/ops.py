@@ -37,10 +37,14 @@ __all__ = [
     "SampleResult",
     "TREE_RULES",
     "VerifyResult",
+    "TreeMaskResult",
     "VerifyTreeResult",
     "acceptance",
+    "compact_kv",
     "row_law",
     "sample",
+    "tree_attention",
+    "tree_mask",
     "uniforms",
     "verify",
     "verify_tree",
@@ -126,6 +130,18 @@ class VerifyTreeResult(NamedTuple):
     #: [B, N] float32, by node, the threshold of its coin; 1 at the root, NaN where not computed.
     accept_probs: Tensor
     #: [B] int32, a set of ``STATUS_`` bits; 0 where all went well.
+    status: Tensor
+
+
+class TreeMaskResult(NamedTuple):
+    """What `tree_mask` returns."""
+
+    #: [B, N, ceil(N/64)] int64: bit j % 64 of word j // 64 is set where node j is an ancestor of
+    #: the node, or the node itself. Padding nodes have no bits.
+    ancestors: Tensor
+    #: [B, N] int64, 0 at the root, -1 at padding nodes.
+    depths: Tensor
+    #: [B] int32, ``STATUS_INVALID_TREE`` where parents are no tree (taken as a root alone), else 0.
     status: Tensor
 
 
@@ -1088,3 +1104,217 @@ def uniforms(
     operators = resolve(op, backend, seeds.device)
     found: Tensor = operators.uniforms(seeds, positions, n, stream=stream)
     return found
+
+
+def _tree_fault(parents: Sequence[int]) -> str:
+    """Say why parents are no tree, for the message."""
+    if parents[0] != -1:
+        return f"node 0, the root, must have parent -1, got {parents[0]}"
+    for v, parent in enumerate(parents[1:], 1):
+        if parent < -1:
+            return f"a parent must be a node or -1 (padding), got {parent} at node {v}"
+        if parent >= v:
+            return f"a parent must come before its child, got {parent} at node {v}"
+        if parent >= 0 and parents[v - 1] == -1 and v > 1:
+            return f"padding must come last (there is one root), got a parent of -1 at node {v - 1}"
+    return "no fault"
+
+
+def tree_mask(parents: Tensor, *, backend: str = "auto") -> TreeMaskResult:
+    """Turn the parents of draft trees into ancestor bits and depths.
+
+    What `tree_attention` takes; `specdec_ext.dense_tree_mask`, `specdec_ext.tree_mask_mod` and
+    `specdec_ext.tree_position_ids` make of it what other attention takes.
+
+    Parameters
+    ----------
+    parents : Tensor
+        ``[B, N]`` int32 or int64, N <= 1024. Node 0 is the root, of parent -1; a parent comes
+        before its children; padding nodes have parent -1 and come last.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
+        "auto" follows the tensors' device. An explicit choice never falls back.
+
+    Returns
+    -------
+    TreeMaskResult
+        ``ancestors`` [B, N, ceil(N/64)] int64, ``depths`` [B, N] int64, ``status`` [B] int32.
+
+    Raises
+    ------
+    TypeError
+        `parents` is no tensor.
+    ValueError
+        A wrong dtype or shape. For CPU tensors also parents that are no tree; elsewhere, and in a
+        trace, these are in `status`, and such a request is a root alone.
+
+    References
+    ----------
+    Miao et al., "SpecInfer", arXiv 2305.09781, section 4.2 (topology-aware causal mask).
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> tree = specdec_ext.tree_mask(torch.tensor([[-1, 0, 0, 1, -1]]))
+    >>> tree.ancestors[..., 0]  # node 3: itself (8), its parent 1 (2) and the root (1)
+    tensor([[ 1,  3,  5, 11,  0]])
+    >>> tree.depths
+    tensor([[ 0,  1,  1,  2, -1]])
+    """
+    op = "tree_mask"
+    _check_tensors(op, False, parents=parents)
+    operators = resolve(op, backend, parents.device)
+    found = TreeMaskResult(*operators.tree_mask(parents))
+    if parents.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = found.status.nonzero()[:, 0].tolist()
+        if wrong:
+            fault = _tree_fault(parents[wrong[0]].tolist())
+            raise ValueError(f"{op}: parents of request {wrong[0]} are no tree: {fault}")
+    return found
+
+
+def compact_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    seq_lens: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Keep the accepted path of a tree in the caches, in place.
+
+    The keys and values of a tree lie at places ``seq_lens[b] .. seq_lens[b] + N - 1`` of request b.
+    Those of node ``path[b, k]`` move to place ``seq_lens[b] + 1 + k`` for the first
+    ``num_accepted[b]`` nodes; the root's stay. What lies behind is left as it is.
+
+    Parameters
+    ----------
+    k_cache, v_cache : Tensor
+        ``[B, L, H, D]``, or ``[Y, B, L, H, D]`` for Y layers at once; any dtype of 1, 2, 4 or 8
+        bytes, any strides: ``cache.transpose(-3, -2)`` makes one of Hugging Face's [B, H, L, D].
+        Written to. Their H, D and dtypes may differ.
+    path : Tensor
+        ``[B, N]`` int32 or int64: the accepted nodes without the root, each after its parent, as
+        `verify_tree` gives them. What follows the first ``num_accepted[b]`` is not read.
+    num_accepted : Tensor
+        ``[B]`` int32 or int64.
+    seq_lens : Tensor
+        ``[B]`` int32 or int64: the root's place.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
+        "auto" follows the tensors' device. An explicit choice never falls back.
+
+    Returns
+    -------
+    Tensor
+        ``[B]`` int32 status: ``STATUS_PARAMETER_OUT_OF_RANGE`` for num_accepted outside [0, N] or
+        seq_lens outside [0, L], ``STATUS_INVALID_TREE`` for nodes that do not ascend from 1 or lie
+        behind the cache's end. Nothing of such a request moves.
+
+    Raises
+    ------
+    TypeError
+        An argument that is no tensor.
+    ValueError
+        A wrong dtype or shape, or a cache that overlaps itself.
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> keys = torch.arange(8.0).view(1, 8, 1, 1)  # two tokens, then a tree of five nodes
+    >>> values = keys.clone()
+    >>> path, num_accepted = torch.tensor([[2, 4, -1, -1, -1]]), torch.tensor([2])
+    >>> specdec_ext.compact_kv(keys, values, path, num_accepted, torch.tensor([2]))
+    tensor([0], dtype=torch.int32)
+    >>> keys[0, :5, 0, 0]
+    tensor([0., 1., 2., 4., 6.])
+    """
+    op = "compact_kv"
+    _check_tensors(
+        op,
+        False,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        path=path,
+        num_accepted=num_accepted,
+        seq_lens=seq_lens,
+    )
+    operators = resolve(op, backend, k_cache.device)
+    status: Tensor = operators.compact_kv(k_cache, v_cache, path, num_accepted, seq_lens)
+    return status
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ancestors: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend from the nodes of draft trees to their cached prefixes and to their ancestors.
+
+    Equal to ``scaled_dot_product_attention`` under the mask that `specdec_ext.dense_tree_mask`
+    makes with ``layout="packed"``, without that mask: memory does not grow with N x L.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, N, H, D]`` float32, bfloat16 or float16, D <= 256, unit stride on D.
+    k_cache, v_cache : Tensor
+        ``[B, L, Hkv, D]`` of q's dtype, unit stride on D; H is a multiple of Hkv, and query head h
+        attends with head ``h // (H / Hkv)``. Prefixes lie at places [0, seq_lens[b]), the tree's
+        own keys and values at ``seq_lens[b] .. seq_lens[b] + N - 1``.
+    ancestors : Tensor
+        ``[B, N, ceil(N/64)]`` int64, from `tree_mask`.
+    seq_lens : Tensor
+        ``[B]`` int32 or int64: the lengths of the prefixes, at most L - N.
+    scale : float, optional
+        Of the scores, default ``D ** -0.5``.
+    soft_cap : float
+        Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
+    backend : {"auto", "cpu", "triton", "reference"}
+        "auto" follows the tensors' device. An explicit choice never falls back. There are no CUDA
+        C++ kernels: GPUs run Triton's.
+
+    Returns
+    -------
+    Tensor
+        ``[B, N, H, D]`` of q's dtype. 0 at padding nodes, NaN in a request with seq_lens outside
+        [0, L - N].
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither a tensor nor the number it should be.
+    ValueError
+        A wrong dtype, shape or stride; a number out of range.
+
+    References
+    ----------
+    Dao et al., "Flash-Decoding for long-context inference", 2023 (the split over the prefix).
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> tree = specdec_ext.tree_mask(torch.tensor([[-1, 0, 0]]))
+    >>> q, keys = torch.zeros(1, 3, 1, 2), torch.zeros(1, 5, 1, 2)
+    >>> values = torch.arange(10.0).view(1, 5, 1, 2)
+    >>> out = specdec_ext.tree_attention(q, keys, values, tree.ancestors, torch.tensor([2]))
+    >>> out[0, :, 0, 0]  # equal scores: the means of places 0-2, 0-3 and 0-2 with 4
+    tensor([2.0000, 3.0000, 3.5000])
+    """
+    op = "tree_attention"
+    _check_tensors(
+        op, False, q=q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, seq_lens=seq_lens
+    )
+    _check_floats(op, soft_cap=soft_cap, **({} if scale is None else {"scale": scale}))
+    operators = resolve(op, backend, q.device)
+    if backend == "cuda":  # which would find Triton's, registered in its place
+        raise ValueError(f"{op}: backend 'cuda' has no kernels for it, choose 'triton' or 'auto'")
+    out: Tensor = operators.tree_attention(
+        q, k_cache, v_cache, ancestors, seq_lens, scale=scale, soft_cap=soft_cap
+    )
+    return out

@@ -91,6 +91,12 @@ struct Cpu {
   static void uniforms(const UniformsCall& call) {
     variant().kernels->uniforms(call.params, thread_pool());
   }
+  static void tree_mask(const TreeMaskCall& call) {
+    variant().kernels->tree_mask(call.params, thread_pool());
+  }
+  static void compact_kv(const CompactKvCall& call) {
+    variant().kernels->compact_kv(call.params, thread_pool());
+  }
 };
 
 }  // namespace

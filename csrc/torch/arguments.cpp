@@ -1,12 +1,11 @@
 #include "arguments.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <cmath>
 #include <sstream>
 
 #include "../core/request.h"
 #include "checker.h"
+#include "outputs.h"
 
 namespace specdec {
 namespace {
@@ -188,15 +187,6 @@ RelaxedParams check_relaxed(const Checker& check, double lenience, int64_t beta,
   check_number(check, "epsilon", epsilon, epsilon > 0.0, "finite and > 0");
   check_number(check, "delta", delta, delta > 0.0, "finite and > 0");
   return {lenience, beta, tau, epsilon, delta};
-}
-
-Tensor new_tensor(const Tensor& like, Shape shape, ScalarType type) {
-  return torch::stable::new_empty(like, {shape.begin(), shape.size()}, type);
-}
-
-template <typename T>
-T* data_of(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
 }
 
 // Which of the arguments about the draft's law may be given together.

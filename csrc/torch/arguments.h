@@ -34,6 +34,9 @@ using VerifyTreeCall =
     Call<VerifyTreeParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using AcceptanceCall = Call<AcceptanceParams, Tensor>;
 using UniformsCall = Call<UniformsParams, Tensor>;
+using TreeMaskCall = Call<TreeMaskParams, std::tuple<Tensor, Tensor, Tensor>>;
+using CompactKvCall = Call<CompactKvParams, Tensor>;
+using TreeAttentionCall = Call<TreeAttentionParams, Tensor>;
 
 // Parameters in the order of library.cpp.
 
@@ -78,5 +81,14 @@ AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
                                 OptionalTensor allowed_mask, OptionalTensor draft_token_ids);
 
 UniformsCall check_uniforms(Tensor seeds, Tensor positions, int64_t n, int64_t stream);
+
+TreeMaskCall check_tree_mask(Tensor parents);
+
+CompactKvCall check_compact_kv(Tensor k_cache, Tensor v_cache, Tensor path, Tensor num_accepted,
+                               Tensor seq_lens);
+
+TreeAttentionCall check_tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors,
+                                       Tensor seq_lens, std::optional<double> scale,
+                                       double soft_cap);
 
 }  // namespace specdec

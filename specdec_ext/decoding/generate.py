@@ -257,7 +257,11 @@ class _Generation:
     Rows of the batch are the running requests: a request that ends leaves the batch.
     """
 
-    lossless: tuple[str, ...] = ("block", "token", "coupled")  # at temperature 0, the same as "greedy"
+    lossless: tuple[str, ...] = (
+        "block",
+        "token",
+        "coupled",
+    )  # at temperature 0, the same as "greedy"
 
     def __init__(
         self,
