@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | cuda-gate | clean: each sets up all that it needs.
+# make demo | test | bench | lint | sanitize | cuda-gate | clean: each sets up all that it needs.
 #
 # Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
 # CI=true always a fresh .venv, so that nothing installed by hand hides a missing step.
@@ -30,7 +30,7 @@ $(READY): .venv/pyvenv.cfg
 endif
 NATIVE := $(READY)-native
 
-.PHONY: demo test bench lint cuda-gate clean FORCE
+.PHONY: demo test bench lint sanitize cuda-gate clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
@@ -74,9 +74,13 @@ lint: $(READY)
 	$(PY) -c 'import clang_format; clang_format.clang_format()' --dry-run --Werror \
 	  $(SOURCES)
 
+# The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of their own.
+sanitize: $(READY)
+	$(PY) setup.py --quiet sanitize
+
 cuda-gate: $(READY)
 	$(PY) setup.py --quiet cuda_gate
 
 clean:
-	rm -rf build/cmake-* build/cuda-gate build/ready-* build/lib* build/bdist* .venv/ready*
+	rm -rf build/cmake-* build/cuda-gate build/sanitize build/ready-* build/lib* build/bdist* .venv/ready*
 	rm -f specdec_ext/*.so

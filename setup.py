@@ -65,8 +65,8 @@ class CMakeBuild(build_ext):
         subprocess.run([CMAKE, "--install", BUILD, "--prefix", prefix], check=True)
 
 
-class CudaGate(Command):
-    """Compile and link the CUDA library with warnings as errors, on any machine with nvcc."""
+class BareCommand(Command):
+    """A command without options."""
 
     user_options = []
 
@@ -76,14 +76,38 @@ class CudaGate(Command):
     def finalize_options(self) -> None:
         """Nothing to check."""
 
+
+class CudaGate(BareCommand):
+    """Compile and link the CUDA library with warnings as errors, on any machine with nvcc."""
+
     def run(self) -> None:
         """Build it where nothing loads it from."""
         gate = ROOT / "build" / "cuda-gate"
         run_cmake(gate, "_C_cuda", "-DSPECDEC_CUDA=ON", "-DSPECDEC_WERROR=ON")
 
 
+class Sanitize(BareCommand):
+    """Run the CPU kernels under AddressSanitizer and UBSan, on inputs of every kind."""
+
+    def run(self) -> None:
+        """Build the driver, see that it finds what is wrong on purpose, then run it."""
+        folder = ROOT / "build" / "sanitize"
+        run_cmake(folder, "sanitize", "-DSPECDEC_SANITIZE=ON", "-DSPECDEC_CUDA=OFF")
+        driver = folder / "sanitize"
+        for fault, words in [("address", "heap-buffer-overflow"), ("overflow", "signed integer")]:
+            done = subprocess.run([driver, "--break", fault], capture_output=True, text=True)
+            if done.returncode == 0 or words not in done.stderr:
+                raise RuntimeError(f"sanitize: the control {fault!r} was not found: {done.stderr}")
+        subprocess.run([driver], check=True)
+
+
 setup(
     # One entry makes the wheel a platform wheel; what is built, and how, is CMake's.
     ext_modules=[Extension("specdec_ext._host", sources=[])],
-    cmdclass={"build": FreshBuild, "build_ext": CMakeBuild, "cuda_gate": CudaGate},
+    cmdclass={
+        "build": FreshBuild,
+        "build_ext": CMakeBuild,
+        "cuda_gate": CudaGate,
+        "sanitize": Sanitize,
+    },
 )

@@ -19,6 +19,12 @@ from specdec_ext import reference
 from specdec_ext.testing import VerifyCase, VerifyOutcome
 
 
+def needs(item: pytest.Function) -> set[str]:
+    """Features that a test needs of its backend, and that a port may still be without."""
+    features = {name for mark in item.iter_markers("needs") for name in mark.args}
+    return features | ({"coupled"} if item.callspec.params.get("rule") == "coupled" else set())
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the operators, called with the schemas' arguments.
@@ -34,8 +40,11 @@ class Backend:
     tv: float  # bound on the total variation of an exact law
     shares: Mapping[str, int] = field(default_factory=dict)
     otherwise: int = 1
+    lacks: frozenset[str] = frozenset()  # features: what tests say that they need
 
     def share(self, item: pytest.Function) -> int:
+        if self.lacks & needs(item):
+            return 0
         module = item.path.stem
         test = f"{module}.{item.originalname}"
         return self.shares.get(test, self.shares.get(module, self.otherwise))
@@ -72,6 +81,9 @@ class Backend:
 # Every n-th case for Triton's interpreter, which is slow; test_triton.py has what is written for it
 # alone.
 INTERPRETED = {
+    "test_coupled": 4,
+    "test_draft_vocabulary": 4,
+    "test_masks": 4,
     "test_errors.test_value_errors": 6,
     "test_errors.test_message_in_full": 1,
     "test_filters.test_kept_tokens": 1,
@@ -95,6 +107,12 @@ INTERPRETED = {
     "test_philox.test_draws_of_sample_are_counters": 3,
     "test_philox.test_number_of_slots": 1,
     "test_philox.test_operators_agree_bit_for_bit": 1,
+    "test_relaxed.test_laws_of_one_token": 1,
+    "test_relaxed.test_lenience_at_temperature_zero": 1,
+    "test_relaxed.test_threshold_of_typical_is_strict": 1,
+    "test_relaxed.test_entropy_of_typical_is_of_the_filtered_law_in_nats": 1,
+    "test_relaxed.test_failure_of_typical_may_be_the_token_that_failed": 1,
+    "test_relaxed.test_equations_in_one_call": 1,
     "test_status": 3,
     "test_tables": 2,
     "test_tables.test_empty_batches": 1,
@@ -122,13 +140,32 @@ ONE_WARP = {
     "test_invariance.test_outputs_do_not_require_grad": 0,
 }
 FOUR_WARPS = dict.fromkeys(
-    ("test_parity", "test_filters", "test_status", "test_tables", "test_thresholds"), 1
+    (
+        "test_parity",
+        "test_filters",
+        "test_status",
+        "test_tables",
+        "test_thresholds",
+        "test_coupled",
+        "test_masks",
+        "test_draft_vocabulary",
+    ),
+    1,
 )
+
+# To be ported; an entry goes with its port.
+NOT_YET = frozenset({"coupled", "allowed_mask", "draft_token_ids"})
 
 REFERENCE = Backend("reference", lambda: reference, "cpu", tolerance=1e-9, tv=1e-9)
 CPU = Backend("cpu", lambda: torch.ops.specdec, "cpu", tolerance=1e-5, tv=1e-6)
 FIBRES32 = Backend(
-    "fibres32", partial(fibres.operators, 32), "cpu", tolerance=1e-5, tv=1e-6, shares=ONE_WARP
+    "fibres32",
+    partial(fibres.operators, 32),
+    "cpu",
+    tolerance=1e-5,
+    tv=1e-6,
+    shares=ONE_WARP,
+    lacks=NOT_YET,
 )
 FIBRES128 = Backend(
     "fibres128",
@@ -138,6 +175,7 @@ FIBRES128 = Backend(
     tv=1e-6,
     shares=FOUR_WARPS,
     otherwise=0,
+    lacks=NOT_YET,
 )
 HAS_GPU = torch.cuda.is_available()
 TRITON = Backend(
@@ -148,34 +186,62 @@ TRITON = Backend(
     tv=1e-6,
     shares={} if HAS_GPU else INTERPRETED,
     otherwise=1 if HAS_GPU else 0,
+    lacks=NOT_YET,
 )
 OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
 BACKENDS = [REFERENCE, *OPERATORS]
 
 
-def speed_up_interpreter() -> None:
-    """Patch triton.language once a launch: its interpreter does it at every call of a function.
-
-    Only the time that tests take depends on it.
-    """
-    from triton.runtime import interpreter
-
+def patch_once_a_launch(interpreter: Any) -> None:
+    """Patch triton.language once a launch: its interpreter does it at every call of a function."""
     patch = interpreter._patch_lang
-    patched: list[frozenset[int]] = []  # sets of modules, in the launch that is running
+    found: dict[int, frozenset[int]] = {}  # by the globals of a function: what is to be patched
+    patched: list[frozenset[int]] = []  # in the launch that is running
 
     def patch_once(function: Any) -> Any:
-        values = function.__globals__.values()
-        found = frozenset(id(v) for v in values if v is interpreter.tl or v is interpreter.tl.core)
-        if found in patched:
+        names = function.__globals__
+        if id(names) not in found:
+            modules = {id(interpreter.tl), id(interpreter.tl.core)}
+            found[id(names)] = frozenset(modules.intersection(map(id, names.values())))
+        if found[id(names)] in patched:
             return SimpleNamespace(restore=lambda: None)
         scope = patch(function)
         if not patched:
             restore = scope.restore
             scope.restore = lambda: (restore(), patched.clear())
-        patched.append(found)
+        patched.append(found[id(names)])
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def share_types(interpreter: Any) -> None:
+    """Work out once what every tensor of a type has: its shape as constants, its type in numpy."""
+    tensor = interpreter.tl.core.tensor
+    find_dtype, make = interpreter._get_np_dtype, tensor.__init__
+    dtypes: dict[str, Any] = {}
+    common: dict[str, dict[str, Any]] = {}
+
+    def dtype_of(kind: Any) -> Any:
+        if kind.name not in dtypes:
+            dtypes[kind.name] = find_dtype(kind)
+        return dtypes[kind.name]
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in common:
+            make(self, handle, type)
+            common[type.name] = dict(self.__dict__)
+        self.__dict__.update(common[type.name], handle=handle, type=type)
+
+    interpreter._get_np_dtype, tensor.__init__ = dtype_of, init
+
+
+def speed_up_interpreter() -> None:
+    """Take a third off the time of tests; nothing else depends on it."""
+    from triton.runtime import interpreter
+
+    patch_once_a_launch(interpreter)
+    share_types(interpreter)
 
 
 if TRITON in OPERATORS and not HAS_GPU:

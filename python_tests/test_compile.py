@@ -10,7 +10,7 @@ from torch.library import opcheck
 import specdec_ext
 from specdec_ext.testing import make_case
 
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical"]
+RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 POSITIONAL = ("target_logits", "draft_tokens", "draft_logits")
 
 
@@ -24,6 +24,8 @@ VERIFY_SAMPLES = {
     **{rule: dict(rule=rule) for rule in RULES},
     "philox": dict(philox=True),
     "packed": dict(packed=True),
+    "masks": dict(allowed_mask=True),
+    "reduced vocabulary": dict(draft_vocab=9, draft_token_ids=True, allowed_mask=True),
     "probs": dict(draft="probs"),
     "no draft law": dict(draft="none"),
     "kinds": dict(kinds="mixed"),
@@ -38,6 +40,13 @@ VERIFY_SAMPLES = {
 
 def fully_accepted(case):
     """The case with drafts that every rule accepts: no output is NaN, which opcheck needs."""
+    if case.inputs["rule"] == "coupled":
+        case = case.replace(temperature=torch.zeros(case.batch))
+    if "allowed_mask" in case.inputs:
+        names = ("target_logits", "draft_logits")  # NaN where nothing was allowed
+        everything = {name: case.inputs[name].nan_to_num() for name in names}
+        words = torch.full_like(case.inputs["allowed_mask"], -1)
+        case = case.replace(allowed_mask=words, **everything)
     rows = case.inputs["target_logits"].float()
     if "target_rows" in case.inputs:
         rows = rows[case.inputs["target_rows"]]
@@ -77,7 +86,13 @@ def test_opcheck_other_operators(dtype, with_filters):
     opcheck(ops.row_law.default, (target,), filters)
     opcheck(ops.sample.default, (target, case.inputs["uniforms"][:, 0].clone()), filters)
     opcheck(ops.sample.default, (target,), dict(seeds=seeds, positions=seeds, stream=3, **filters))
+    opcheck(ops.sample.default, (target,), dict(seeds=seeds, positions=seeds, domain=3))
     opcheck(ops.acceptance.default, (target, draft), filters)
+    given = dict(allowed_mask=torch.full((4, 1), -1, dtype=torch.int32))
+    opcheck(ops.row_law.default, (target,), {**filters, **given})
+    given["draft_token_ids"] = torch.arange(9).flip(0)
+    opcheck(ops.sample.default, (target, case.inputs["uniforms"][:, 0].clone()), given)
+    opcheck(ops.acceptance.default, (target, draft), {**filters, **given})
     opcheck(ops.uniforms.default, (seeds, seeds, 5), dict(stream=1))
 
 

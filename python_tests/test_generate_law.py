@@ -55,6 +55,11 @@ def p_value(target: TableModel, draft, temperature: float = 1.0, **options) -> f
     return chi_square(torch.bincount(code, minlength=len(law)), law)
 
 
+def test_coupled_tokens_follow_the_targets_law():
+    target, draft = tables(4, noise=1.0)
+    assert p_value(target, draft, gamma=2, rule="coupled") > ALPHA
+
+
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -174,7 +179,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(rule, options):
     assert statistics.histogram == [0, 0, 0, 0, 250]
 
 
-@pytest.mark.parametrize("rule", ["block", "token", "lenient", "typical", "top_beta"])
+@pytest.mark.parametrize("rule", ["block", "token", "coupled", "lenient", "typical", "top_beta"])
 def test_output_does_not_depend_on_batch_mates(rule):
     target, draft = tables(6, noise=0.7)
     generator = torch.Generator().manual_seed(1)
@@ -199,6 +204,77 @@ def test_output_does_not_depend_on_batch_mates(rule):
         assert torch.equal(new[: limits[row]], alone[0, 5 - row % 5 :])
         assert (new[limits[row] :] == 0).all()
     assert statistics.new_tokens == limits
+
+
+class GuessingDrafter:
+    """Proposes anything, with no law, from randomness that nobody else sees."""
+
+    def __init__(self, vocabulary: int, seed: int = 0) -> None:
+        self.vocabulary, self.calls = vocabulary, 0
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def start(self, requests) -> None:
+        assert requests.coupled and requests.domain == 3 and not requests.needs_law
+
+    def propose(self, gamma, positions):
+        shape = (positions.shape[0], gamma)
+        return Draft(torch.randint(-1, self.vocabulary, shape, generator=self.generator))
+
+    def commit(self, tokens, accepted, num_accepted) -> None:
+        pass
+
+    def select(self, rows, indices) -> None:
+        pass
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.8, "temperature": 0.7}], ids=str)
+def test_coupled_output_does_not_depend_on_the_draft(options):
+    """Equal to plain decoding, token for token, for any drafter, gamma and batch."""
+    target, draft = tables(6, noise=0.7)
+    prompts = torch.randint(0, 6, (5, 4), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(prompts)
+    mask[3, :2] = 0
+    seeds = torch.tensor([1, -7, 2**62, 0, 5])
+    limits = [12, 9, 15, 11, 1]
+
+    def run(drafter, rows=slice(None), **more):
+        return specdec_ext.generate(
+            target, drafter, prompts[rows], attention_mask=mask[rows], seeds=seeds[rows],
+            max_new_tokens=limits[rows], rule="coupled", pad_token_id=0,
+            **{"temperature": 1.0, **options, **more},
+        )  # fmt: skip
+
+    # Plain decoding by sample itself, at absolute positions.
+    filters = {"temperature": 1.0, **options}
+    expected = torch.zeros(5, 4 + max(limits), dtype=torch.int64)
+    expected[:, :4] = prompts
+    for b in range(5):
+        for i in range(4, 4 + limits[b]):
+            row = target.table[expected[b, i - 2], expected[b, i - 1]][None]
+            position = torch.tensor([i - 4]) + mask[b].sum()
+            drawn = ops.sample(row, seeds=seeds[b : b + 1], positions=position, domain=3, **filters)
+            expected[b, i] = drawn.tokens[0]
+    assert torch.equal(run(None).sequences, expected)
+    kept = {}
+    for name, drafter in (("draft", draft), ("target", target), ("guess", GuessingDrafter(6))):
+        for gamma in (1, 2, 5):
+            found = run(drafter, gamma=gamma)
+            assert torch.equal(found.sequences, expected), (name, gamma)
+        kept[name] = found.statistics.acceptance_rate
+    assert kept["target"] == 1.0 and kept["draft"] > kept["guess"]
+    for b in range(5):
+        alone = run(draft, slice(b, b + 1), gamma=3).sequences
+        assert torch.equal(alone[0], expected[b, : alone.shape[1]])
+
+
+def test_coupled_at_temperature_zero_is_greedy():
+    target, draft = tables(6, noise=0.7)
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 0]])
+    runs = [
+        specdec_ext.generate(target, draft, prompts, max_new_tokens=9, rule=rule).sequences
+        for rule in ("coupled", "block", "greedy")
+    ]
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 
 
 def test_seeds_and_generator():

@@ -10,7 +10,7 @@ import torch
 
 from specdec_ext.testing import make_case
 
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical"]
+RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 
 
 def assert_same(got, expected):
@@ -57,12 +57,16 @@ def test_extra_draft_columns(backend, rule):
     # Four more columns that the draft lengths leave out: ids, rows and coins there are garbage.
     case = make_case(12, batch=6, gamma=2, vocab=33, rule=rule)
     inputs = dict(case.inputs)
-    u = inputs["uniforms"]
+    noise = {}
+    if rule != "coupled":
+        u = inputs["uniforms"]
+        spare = torch.full((6, 4), torch.nan, dtype=u.dtype)
+        noise = dict(uniforms=torch.cat([u[:, :2], spare, u[:, 2:]], 1))
     wider = case.replace(
         draft_tokens=torch.cat([inputs["draft_tokens"], torch.full((6, 4), 10**12)], 1),
         target_logits=torch.cat([inputs["target_logits"], torch.full((6, 4, 33), torch.nan)], 1),
         draft_logits=torch.cat([inputs["draft_logits"], torch.full((6, 4, 33), torch.inf)], 1),
-        uniforms=torch.cat([u[:, :2], torch.full((6, 4), torch.nan, dtype=u.dtype), u[:, 2:]], 1),
+        **noise,
     )
     expected, got = backend.run(case), backend.run(wider)
     assert_same([got.tokens[:, :3], got.logprobs[:, :3]], [expected.tokens, expected.logprobs])
@@ -85,7 +89,8 @@ def test_what_follows_the_draft_is_not_read(backend, rule):
         tokens[end + 1 :] = -12345  # the column at `end` says where the draft ends
         inputs["target_logits"][b, end + 1 :] = torch.nan
         inputs["draft_logits"][b, end:] = torch.nan
-        inputs["uniforms"][b, end:3] = torch.nan
+        if rule != "coupled":
+            inputs["uniforms"][b, end:3] = torch.nan
     assert_same(backend.run(case.replace(**inputs)), expected)
 
 
@@ -213,6 +218,18 @@ def test_inputs_are_not_changed(backend, rule, variant):
     for name, value in tensors.items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
         assert value._version == versions[name]
+
+
+@pytest.mark.needs("allowed_mask", "draft_token_ids")
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_masks_and_maps_alone_or_in_a_batch(backend, rule):
+    case = mixed_case(rule, draft_vocab=2001, draft_token_ids=True, allowed_mask=True)
+    tensors = {k: v for k, v in case.inputs.items() if isinstance(v, torch.Tensor)}
+    before = {k: v.clone() for k, v in tensors.items()}
+    together = backend.run(case)
+    assert_same(tensors.values(), before.values())
+    for order in ([5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [7, 0, 7, 2]):
+        assert_same(backend.run(case.select(order)), rows(together, order))
 
 
 def test_outputs_do_not_require_grad(operator):

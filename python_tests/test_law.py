@@ -161,6 +161,82 @@ def test_masked_logits(backend, rule):
     assert float(law.joint.sum((1, 2))[1]) == 0
 
 
+def random_masks(seed, vocab, gamma, entries=None):
+    """Tables of what is allowed after each prefix; always one, also of the draft's entries."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.arange(vocab) if entries is None else entries
+    tables = []
+    for depth in range(gamma + 1):
+        allowed = torch.rand([vocab] * (depth + 1), generator=generator) < 0.6
+        one = ids[torch.randint(len(ids), [vocab] * depth, generator=generator)]
+        tables.append(allowed.scatter(-1, one[..., None], True))
+    return tables
+
+
+FILTERED = dict(temperature=0.8, top_p=0.9, draft_temperature=1.3, draft_top_k=2)
+IDS = torch.tensor([3, 1])  # a draft of two of four tokens
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("options", [FILTERED, dict(as_probs=True), dict(kinds=(0, 1))], ids=str)
+@pytest.mark.needs("allowed_mask")
+def test_grammar_masks(backend, rule, options):
+    models = toy_models(23, 3, 2)
+    law = law_of(backend, rule, models=models, allowed=random_masks(23, 3, 2), **options)
+    check(backend, law)
+    assert int((law.joint == 0).sum()) > 10  # of 27: many sequences are not allowed
+    assert law.mean_accepted > 0.1
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("options", [FILTERED, dict(as_probs=True), dict(kinds=(1, 0))], ids=str)
+@pytest.mark.needs("draft_token_ids")
+def test_reduced_draft_vocabulary(backend, rule, options):
+    models = toy_models(24, 4, 2, draft_vocab=2)
+    law = law_of(backend, rule, models=models, draft_token_ids=IDS, **options)
+    check(backend, law)
+    assert law.mean_accepted > 0.3
+
+
+def among_others(verify):
+    """Every request beside another one: greedy, without filters, with its neighbours' inputs."""
+
+    def mixed(**inputs):
+        shared = ("draft_token_ids",)
+        tensors = {
+            name: value
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor) and name not in shared
+        }
+        beside = {name: value.roll(1, 0) for name, value in tensors.items()}
+        beside["temperature"] = torch.zeros_like(tensors["temperature"])
+        beside["top_p"] = torch.ones_like(tensors["top_p"])
+        both = {
+            name: torch.stack([value, beside[name]], 1).flatten(0, 1)
+            for name, value in tensors.items()
+        }
+        outcome = verify(**{**inputs, **both})
+        return tuple(output[::2] for output in outcome)
+
+    return mixed
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.needs("allowed_mask", "draft_token_ids")
+def test_masks_filters_and_a_reduced_vocabulary_in_a_mixed_batch(backend, rule):
+    models = toy_models(25, 4, 2, draft_vocab=2)
+    law = exact_law(
+        among_others(backend.verify),
+        *models,
+        rule=rule,
+        bits=34,
+        allowed=random_masks(25, 4, 2, IDS),
+        draft_token_ids=IDS,
+        **FILTERED,
+    )
+    check(backend, law)
+
+
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_equal_laws_accept_everything(backend, rule):
     target, _ = toy_models(15, 3, 2)

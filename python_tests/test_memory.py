@@ -25,6 +25,9 @@ variants = [
     dict(vocab=777, kinds="mixed", draft_filters=True), dict(vocab=4099, dtype=torch.bfloat16),
     dict(vocab=4111, dtype=torch.float16, id_dtype=torch.int32), dict(vocab=63, packed=True),
     dict(vocab=9, philox=True, raw_logprobs=True), dict(vocab=5003, draft="probs", ragged=False),
+    dict(vocab=4133, allowed_mask=True), dict(vocab=33, draft_vocab=9, draft_token_ids=True),
+    dict(vocab=95, draft_vocab=77, allowed_mask=True, draft_token_ids=True, packed=True),
+    dict(vocab=4099, rule="coupled", allowed_mask=True), dict(vocab=1, rule="coupled"),
 ]
 ops = torch.ops.specdec
 for seed, variant in enumerate(variants):
@@ -34,7 +37,9 @@ for seed, variant in enumerate(variants):
             k: fenced(v.contiguous(), side)
             for k, v in case.inputs.items() if isinstance(v, torch.Tensor)
         }
-        for rule in ("block", "token", "greedy", "lenient", "top_beta", "typical"):
+        race = "seeds" in case.inputs
+        rules = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
+        for rule in rules if race else rules[:-1]:
             expected = ops.verify(**case.replace(rule=rule).inputs)
             got = ops.verify(**case.replace(rule=rule, **beside).inputs)
             for a, b in zip(got, expected):
@@ -46,6 +51,15 @@ for seed, variant in enumerate(variants):
             ops.row_law(row, **params)
             ops.sample(row, fenced(torch.rand(len(row), dtype=torch.float64), side), **params)
             ops.acceptance(row, row, **params)
+            if "allowed_mask" in beside:
+                words = fenced(beside["allowed_mask"][:, 0].contiguous(), side)
+                seeds = fenced(torch.arange(len(row)), side)
+                given = dict(allowed_mask=words, **params)
+                ops.row_law(row, **given)
+                ops.sample(row, seeds=seeds, positions=seeds, domain=3, **given)
+                ids = fenced(torch.arange(row.shape[1]).flip(0).contiguous(), side)
+                ops.sample(row, seeds=seeds, positions=seeds, **given, draft_token_ids=ids)
+                ops.acceptance(row, row, **given, draft_token_ids=ids)
 print("unharmed")
 """
 

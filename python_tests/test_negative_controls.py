@@ -11,7 +11,7 @@ import math
 
 import pytest
 import torch
-from conftest import REFERENCE, f64, log_probs
+from conftest import CPU, REFERENCE, f64, log_probs
 
 from specdec_ext.testing import (
     ExactLaw,
@@ -231,6 +231,69 @@ SIMPLE = [
     ResidualFromNextRow,
     BonusFromPreviousRow,
 ]
+
+
+class NaiveBlock(Naive):
+    """The block rule in float64, batched, for drafts of full length."""
+
+    def inflows(self, ratios):
+        """w_0 .. w_G, [B, G+1]: each is capped before it is carried on."""
+        w = [torch.ones_like(ratios[:, 0])]
+        for ratio in ratios.unbind(1):
+            w.append((w[-1] * ratio).clamp(max=1))
+        return torch.stack(w, 1)
+
+    def residual(self, w, p, q):
+        return (w * p - q).clamp(min=0)
+
+    def __call__(self, target_logits, draft_tokens, draft_logits, *, uniforms, **_):
+        batch, gamma = draft_tokens.shape
+        p, q = self.law(target_logits, 1.0), self.law(draft_logits, 1.0)
+        x = draft_tokens[..., None]
+        w = self.inflows((p[:, :-1].gather(2, x) / q.gather(2, x))[..., 0])
+        mass = (w[:, 1:-1, None] * p[:, 1:-1] - q[:, 1:]).clamp(min=0).sum(2)
+        inner = torch.where(w[:, 1:-1] == 1, 1.0, mass / (mass + 1 - w[:, 1:-1]))
+        h = torch.cat([inner, w[:, -1:]], 1)
+        heads = (uniforms[:, :-1] < h) * torch.arange(1, gamma + 1)
+        accepted, b = heads.amax(1), torch.arange(batch)
+        row = accepted.clamp(max=gamma - 1)
+        weights = self.residual(w[b, accepted][:, None], p[b, row], q[b, row])
+        weights = torch.where((accepted == gamma)[:, None], p[:, -1], weights)
+        tokens = torch.where(torch.arange(gamma) < accepted[:, None], draft_tokens, -1)
+        tokens = torch.cat([tokens, torch.full((batch, 1), -1)], 1)
+        tokens[b, accepted] = draw(weights, uniforms[:, gamma])
+        nan = torch.full((batch, gamma + 1), math.nan)
+        return VerifyOutcome(tokens, accepted.int(), nan, h, torch.zeros(batch, dtype=torch.int32))
+
+
+class BlockResidualWithoutInflow(NaiveBlock):
+    note = "A.18: block verification with [p - q]+"
+
+    def residual(self, w, p, q):
+        return (p - q).clamp(min=0)
+
+
+class UncappedPrefixProducts(NaiveBlock):
+    note = "w_i = min(1, prod p / q): a good prefix makes up for a bad token after it"
+
+    def inflows(self, ratios):
+        products = ratios.cumprod(1).clamp(max=1)
+        return torch.cat([torch.ones_like(products[:, :1]), products], 1)
+
+
+def block_law(verify):
+    return exact_law(verify, *toy_models(1, 4, 2, spread=2.0, noise=2.0), rule="block")
+
+
+def test_naive_block_itself_is_right():
+    law = block_law(NaiveBlock())
+    assert law.tv < 1e-9
+    assert law.mean_accepted == pytest.approx(block_law(CPU.verify).mean_accepted, abs=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [BlockResidualWithoutInflow, UncappedPrefixProducts])
+def test_mistakes_of_the_block_rule(wrong):
+    assert block_law(wrong()).tv > 0.01, wrong.note
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -626,6 +689,84 @@ def test_target_truncated_to_the_draft_vocabulary(backend):
     target, draft = toy_models(10, 4, 1, draft_vocab=3)
     assert exact_law(TruncatedTarget(), target, draft, rule="token").tv > BIAS
     assert exact_law(backend.verify, target, draft, rule="token").tv < backend.tv
+
+
+IDS = torch.tensor([3, 1])
+
+
+@pytest.mark.needs("draft_token_ids")
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_target_truncated_to_a_reduced_vocabulary(backend, rule):
+    # The same mistake with a map: what the draft has no entry for is never emitted.
+    target, draft = toy_models(10, 4, 1, draft_vocab=2)
+
+    def truncated(**inputs):
+        logits = torch.full_like(inputs["target_logits"], -math.inf)
+        logits[..., IDS] = inputs["target_logits"][..., IDS]
+        return backend.verify(**{**inputs, "target_logits": logits})
+
+    def law(verify):
+        return exact_law(verify, target, draft, draft_token_ids=IDS, rule=rule)
+
+    assert law(truncated).tv > BIAS
+    assert law(backend.verify).tv < backend.tv
+
+
+@pytest.mark.needs("draft_token_ids")
+def test_entries_taken_for_target_ids(backend):
+    # The map forgotten: q of entry d is held against p of token d.
+    target, draft = toy_models(11, 4, 1)
+    ids = torch.tensor([2, 3, 1, 0])
+
+    def forgotten(draft_token_ids, **inputs):
+        return backend.verify(**inputs)
+
+    assert exact_law(forgotten, target, draft, draft_token_ids=ids, rule="token").tv > BIAS
+    right = exact_law(backend.verify, target, draft, draft_token_ids=ids, rule="token")
+    assert right.tv < backend.tv
+
+
+ALLOWED = [torch.tensor([True, False, True, True]), torch.ones(4, 4, dtype=torch.bool)]
+
+
+def masked_law(verify, **options):
+    target, draft = toy_models(14, 4, 1, spread=1.0)
+    draft[0][1] += 2.0  # what is not allowed is likely
+    target[0][1] += 2.0
+    return exact_law(verify, target, draft, allowed=ALLOWED, rule="token", **options)
+
+
+def words_of(inputs):
+    bits = inputs.pop("allowed_mask")[..., None] >> torch.arange(32, dtype=torch.int32) & 1
+    return bits.flatten(-2)[..., : inputs["target_logits"].shape[-1]].bool()
+
+
+@pytest.mark.needs("allowed_mask")
+def test_masks_applied_to_the_target_only(backend):
+    # The draft was sampled under the mask, the q that is passed was not: A.3 again.
+    def target_only(**inputs):
+        allowed = words_of(inputs)
+        masked = inputs["target_logits"].masked_fill(~allowed, -math.inf)
+        return backend.verify(**{**inputs, "target_logits": masked})
+
+    assert masked_law(target_only).tv > BIAS
+    assert masked_law(backend.verify).tv < backend.tv
+
+
+@pytest.mark.needs("allowed_mask")
+def test_masks_applied_after_the_filters(backend):
+    # top-k among all tokens, then the mask: one token is left of two.
+    def after(top_k, **inputs):
+        allowed = words_of(inputs)
+        for name, mask in (("target_logits", allowed), ("draft_logits", allowed[:, :-1])):
+            logits = inputs[name]
+            kept = filtered_law(logits.nan_to_num(), top_k=int(top_k[0])) > 0
+            # Rows after the draft's end, NaN on purpose, stay as they are.
+            inputs[name] = logits.masked_fill(~(kept & mask), -math.inf)
+        return backend.verify(**inputs)
+
+    assert masked_law(after, top_k=2).tv > BIAS
+    assert masked_law(backend.verify, top_k=2).tv < backend.tv
 
 
 def test_all_masked_row(backend):

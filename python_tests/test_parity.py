@@ -19,7 +19,7 @@ from specdec_ext.testing import (
     make_case,
 )
 
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical"]
+RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # What varies, one at a time; everything else is make_case's mixture of styles, filters, lengths.
@@ -44,6 +44,17 @@ VARIANTS = {
     "larger draft vocabulary": dict(draft_vocab=23, draft_filters=True),
     "philox": dict(philox=True),
     "philox stream": dict(philox=True, stream=7),
+    "masks": dict(vocab=37, allowed_mask=True),
+    "reduced vocabulary": dict(vocab=37, draft_vocab=29, draft_token_ids=True, draft_filters=True),
+    "masks, reduced vocabulary": dict(
+        vocab=37,
+        draft_vocab=29,
+        draft_token_ids=True,
+        allowed_mask=True,
+        draft="probs",
+        packed=True,
+        kinds="mixed",
+    ),
     "full accept_probs": dict(full_accept_probs=True),
     "raw logprobs": dict(raw_logprobs=True),
     "one column": dict(gamma=1),

@@ -116,6 +116,42 @@ def test_every_decision_is_admissible_whatever_comes_in(backend, case):
     check(backend, case)
 
 
+@st.composite
+def crowded_cases(draw):
+    """Cases with masks, maps (valid or not) and races."""
+    case = draw(verify_cases(logits=any_logits))
+    batch, gamma = case.batch, case.gamma
+    vocab = case.inputs["target_logits"].shape[-1]
+    changes = {}
+    if draw(st.booleans()):
+        word = st.one_of(st.sampled_from([0, -1, -(2**31), 2**31 - 1]), st.integers(0, 2**vocab))
+        count = batch * (gamma + 1)
+        words = draw(st.lists(word, min_size=count, max_size=count))
+        changes["allowed_mask"] = torch.tensor(words).to(torch.int32).reshape(batch, gamma + 1, 1)
+    draft = case.inputs.get("draft_logits", case.inputs.get("draft_probs"))
+    if draft is not None and draft.shape[-1] <= vocab and draw(st.booleans()):
+        width = draft.shape[-1]
+        ids = draw(st.permutations(range(vocab)))[:width]
+        ids = draw(st.one_of(st.just(ids), st.lists(st.integers(-1, vocab), min_size=width,
+                                                    max_size=width)))  # fmt: skip
+        dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+        changes["draft_token_ids"] = torch.tensor(ids, dtype=dtype)
+    if draw(st.booleans()):
+        counters = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=batch, max_size=batch)
+        changes |= {name: torch.tensor(draw(counters)) for name in ("seeds", "positions")}
+        changes |= dict(rule="coupled", stream=draw(st.integers(0, 255)))
+        case = case.replace(uniforms=None)
+    return case.replace(**changes)
+
+
+@by_backend
+@pytest.mark.needs("allowed_mask", "draft_token_ids", "coupled")
+@given(case=crowded_cases())
+@settings(max_examples=150)
+def test_masks_maps_and_races_are_admissible(backend, case):
+    check(backend, case)
+
+
 @by_operator
 @given(
     seed=st.integers(0, 2**31),

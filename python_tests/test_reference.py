@@ -476,6 +476,9 @@ def test_block_is_lossless(vocab, deterministic):
 def verify(target, tokens, draft=None, u=None, **kwargs):
     """Verify one request of plain numbers: rows of probabilities, tokens, rows, uniforms."""
     kinds = {"draft_kinds": torch.int8, "top_k": torch.int64}
+    noise = {} if u is None else {"uniforms": doubles(*u)[None]}
+    if kwargs.get("rule") == "coupled":  # token 1 wins the races of this seed
+        noise = {"seeds": ints(4), "positions": ints(0)}
     tensors = {
         name: torch.tensor([value], dtype=kinds.get(name))
         if name.removeprefix("draft_") in ("kinds", "temperature", "top_k", "top_p", "min_p")
@@ -487,7 +490,7 @@ def verify(target, tokens, draft=None, u=None, **kwargs):
         torch.stack([logits(*row) for row in target])[None],
         ints(*tokens)[None],
         None if draft is None else torch.stack([logits(*row) for row in draft])[None],
-        uniforms=None if u is None else doubles(*u)[None],
+        **noise,
         **tensors,
     )
     return ref.VerifyResult(*(output[0] for output in found))
@@ -746,10 +749,18 @@ def same(a, b):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
+def noise_for(rule, u):
+    if rule != "coupled":
+        return {"uniforms": u}
+    seeds = (u[:, 0] * 2**53).long()
+    return {"seeds": seeds, "positions": seeds * 3}
+
+
 @pytest.mark.parametrize("rule", list(ref.RULES))
 def test_packed_rows(rule):
     target, tokens, draft, u = random_inputs()
-    expected = ref.verify(target, tokens, draft, uniforms=u, rule=rule)
+    noise = noise_for(rule, u)
+    expected = ref.verify(target, tokens, draft, **noise, rule=rule)
     shuffle = torch.randperm(9, generator=torch.Generator().manual_seed(1))
     packed = torch.empty(9, 7)
     packed[shuffle] = target.flatten(0, 1)
@@ -757,7 +768,7 @@ def test_packed_rows(rule):
         "target_rows": shuffle.view(3, 3).int(),
         "draft_rows": torch.arange(6).view(3, 2),
     }
-    found = ref.verify(packed, tokens, draft.flatten(0, 1), uniforms=u, rule=rule, **rows)
+    found = ref.verify(packed, tokens, draft.flatten(0, 1), **noise, rule=rule, **rows)
     same(found, expected)
 
 
@@ -804,7 +815,7 @@ def test_requests_do_not_see_each_other(rule):
             target[b],
             tokens[b],
             draft[b],
-            uniforms=u[b],
+            **noise_for(rule, u[b]),
             temperature=temperature[b],
             draft_lengths=lengths[b],
             rule=rule,

@@ -147,6 +147,14 @@ def sample_calls(**kwargs):
         },
     )
     yield "verify", (target, tokens), {"rule": "greedy", "full_accept_probs": True}
+    words = torch.full((batch, gamma + 1, (target.shape[-1] + 31) // 32), -1, dtype=torch.int32)
+    crowd = {"allowed_mask": words[:, 0], "draft_token_ids": torch.arange(target.shape[-1])}
+    yield "row_law", (row,), {"allowed_mask": words[:, 0]}
+    yield "sample", (row,), {"seeds": seeds, "positions": positions, "domain": 3, **crowd}
+    yield "verify", (target, tokens, draft), {"uniforms": uniforms, **crowd, "allowed_mask": words}
+    greedy = {"temperature": torch.zeros(batch), "rule": "coupled"}
+    yield "verify", (target, tokens), {"seeds": seeds, "positions": positions, **greedy}
+    yield "acceptance", (row, draft_row), crowd
     yield "acceptance", (row, draft_row), {}
     yield "acceptance", (row, draft_row), {**filters, **draft_filters}
     yield "uniforms", (seeds, positions, gamma + 1), {}
@@ -188,11 +196,19 @@ def test_wrappers_trace_whole(dynamic):
         verified = specdec_ext.verify(
             target, tokens, draft, seeds=seeds, positions=positions, temperature=temperature
         )
+        words = torch.full((target.shape[0], 4, 1), 255, dtype=torch.int32)
+        raced = specdec_ext.verify(
+            target, tokens, seeds=seeds, positions=positions, rule="coupled", allowed_mask=words
+        )
+        ids = torch.arange(draft.shape[-1])
+        drafted = specdec_ext.sample(
+            draft[:, 1], seeds=seeds, positions=positions, draft_token_ids=ids
+        )
         law = specdec_ext.row_law(target[:, 0], top_k=3)
         drawn = specdec_ext.sample(draft[:, 0], seeds=seeds, positions=positions, top_p=0.9)
         coins = specdec_ext.uniforms(seeds, positions, 4)
         shared = specdec_ext.acceptance(target[:, 0], draft[:, 0], temperature=temperature)
-        return *verified, *law, *drawn, coins, shared
+        return *verified, *raced, *drafted, *law, *drawn, coins, shared
 
     compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=dynamic)
     for batch in (2, 5) if dynamic else (2,):

@@ -15,6 +15,7 @@ from specdec_ext.testing import (
     exact_law,
     explain_outcome,
     make_case,
+    pack_mask,
     step_law,
     toy_models,
     tv_bound,
@@ -116,6 +117,57 @@ def test_replace_and_select():
     assert torch.equal(chosen.inputs["draft_tokens"], tokens[[2, 0, 2]])
     packed = make_case(5, batch=4, packed=True)
     assert packed.select([1]).inputs["target_logits"] is packed.inputs["target_logits"]
+
+
+def test_cases_with_masks_and_reduced_vocabularies():
+    options = dict(vocab=40, draft_vocab=30, allowed_mask=True, draft_token_ids=True)
+    poisoned = set()
+    accepted, statuses = set(), set()
+    for seed in range(12):
+        case = make_case(seed, rule=("token", "coupled")[seed % 2], **options)
+        ids = case.inputs["draft_token_ids"]
+        assert len(set(ids.tolist())) == 30 and max(ids.tolist()) < 40
+        chosen = case.select([2, 0]).inputs
+        assert torch.equal(chosen["allowed_mask"], case.inputs["allowed_mask"][[2, 0]])
+        assert chosen["draft_token_ids"] is ids
+        poisoned |= set(case.inputs["target_logits"].isnan().flatten(1).any(1).tolist())
+        result = case.run(REFERENCE.verify)
+        accepted |= set(result.num_accepted.tolist())
+        statuses |= set(result.status.tolist())
+    assert poisoned == {False, True} and accepted == {0, 1, 2, 3} and {0, 1, 4} <= statuses
+
+
+def test_masks_of_any_width():
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (1, 31, 32, 33, 64, 100):
+        allowed = torch.rand(3, vocab, generator=generator) < 0.5
+        for beyond in (False, True):
+            words = pack_mask(allowed, beyond)
+            assert words.dtype == torch.int32 and words.shape == (3, (vocab + 31) // 32)
+            for row, expected in zip(words, allowed, strict=True):
+                assert torch.equal(testing._unpack_mask(row, vocab), expected)
+
+
+WITHOUT = {
+    "masks": dict(allowed_mask=True, draft="none"),
+    "map": dict(draft_vocab=40, draft_token_ids=True, kinds=None),
+}
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("missed", WITHOUT)
+def test_outcomes_that_overlook_an_argument_are_not_admissible(rule, missed):
+    # What comes out where the mask or the map is left out, judged with it.
+    refused = 0
+    for seed in range(6):
+        plain = dict(vocab=40, filters=False, greedy_rows=False)
+        case = make_case(seed, rule=rule, **plain, **WITHOUT[missed])
+        inputs = case.replace(allowed_mask=None, draft_token_ids=None)
+        logits = case.inputs["target_logits"].nan_to_num()
+        case, inputs = case.replace(target_logits=logits), inputs.replace(target_logits=logits)
+        outcome = inputs.run(REFERENCE.verify)
+        refused += sum(bool(explain_outcome(outcome, case, b)) for b in range(case.batch))
+    assert refused > 24  # of 48; what both allow is no mistake
 
 
 def test_make_case_refuses_unknown_layouts():

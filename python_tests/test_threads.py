@@ -14,7 +14,7 @@ import specdec_ext
 from specdec_ext.backend import cpu_capability, cpu_variants
 from specdec_ext.testing import VerifyOutcome, assert_tokens_match, make_case
 
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical"]
+RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 
 
 def cases():

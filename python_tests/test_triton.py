@@ -6,6 +6,7 @@ What other files say about all backends it joins by conftest's INTERPRETED, on a
 from __future__ import annotations
 
 import importlib
+import math
 from importlib.util import find_spec
 
 import pytest
@@ -31,6 +32,7 @@ from test_philox import KNOWN_ANSWERS
 
 from specdec_ext.triton.laws import LAW_FIELDS
 from specdec_ext.triton.philox import philox4x32_10
+from specdec_ext.triton.race import exponential_noise
 
 OPERATORS = torch.ops.specdec_triton
 
@@ -38,6 +40,10 @@ OPERATORS = torch.ops.specdec_triton
 def same(got, expected):
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def moved(value):
+    return value.to(TRITON.device) if isinstance(value, torch.Tensor) else value
 
 
 def compare(case):
@@ -271,10 +277,242 @@ def test_residual_weights_that_are_all_rounded_to_zero():
             verify.draw_last_tokens,
             1,
             *(rows, None, verify.Laws(laws, None), task, masses, sums, tokens, logprobs, 0, 1),
+            RACED=False,
             TILE=128,
         )
         assert tokens.tolist() == [[expected]]
         assert logprobs.item() == pytest.approx(float(probs[0, 0, expected].log()), abs=1e-6)
+
+
+# ---- masks, reduced vocabularies, races ---------------------------------------------------------
+
+
+def random_words(seed, *shape):
+    """Masks that allow three tokens of four; the first row allows none."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31, (2, *shape), generator=generator).to(torch.int32)
+    words = words[0] | words[1]
+    words.flatten(0, -2)[0] = 0
+    return words
+
+
+def booleans(words, vocab):
+    """[..., W] words as [..., V] booleans."""
+    return (words[..., None] >> torch.arange(32) & 1).bool().flatten(-2)[..., :vocab]
+
+
+def hidden(values, allowed, fill):
+    """`values` with `fill` where a token is not allowed, or is none."""
+    allowed = torch.nn.functional.pad(allowed, (0, values.shape[-1] - allowed.shape[-1]))
+    return torch.where(allowed, values, fill)
+
+
+def agree(name, *args, **kwargs):
+    """What Triton returns, after a comparison with the CPU's operator."""
+    results = [getattr(backend, name)(*args, **kwargs) for backend in (TRITON, CPU)]
+    got, expected = ([r] if isinstance(r, torch.Tensor) else r for r in results)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+    return results[0]
+
+
+MASKED = [
+    dict(rule="block", draft_filters=True),
+    dict(rule="token", draft="probs", packed=True, full_accept_probs=True),
+    dict(rule="lenient", draft_vocab=90, raw_logprobs=True),
+    dict(rule="top_beta", tau=9.0, dtype=torch.bfloat16),
+    dict(rule="typical"),
+    dict(rule="coupled", philox=True, packed=True),
+]
+
+
+@pytest.mark.parametrize("options", MASKED, ids=str)
+def test_masks_hide_as_minus_infinity_does(options):
+    # 71 tokens: the third word is a part. What it hides may be anything.
+    case = make_case(46, batch=3, gamma=2, vocab=71, **options)
+    words = random_words(46, 3, 3, 3)
+    allowed = booleans(words, 71)
+    anything, nothing = dict(allowed_mask=words), {}
+    for name, fill in (
+        ("target_logits", -torch.inf),
+        ("draft_logits", -torch.inf),
+        ("draft_probs", 0),
+    ):
+        rows = case.inputs.get(name)
+        if rows is None:
+            continue
+        masks = allowed if name == "target_logits" else allowed[:, :2]
+        if rows.dim() == 2:  # packed: whose mask is it?
+            index = case.inputs["target_rows" if name == "target_logits" else "draft_rows"]
+            masks = torch.empty(len(rows), 71, dtype=torch.bool).index_put_((index,), masks)
+        anything[name] = hidden(rows, masks, torch.nan)
+        nothing[name] = hidden(rows, masks, fill)
+    result = agree("verify", **case.replace(**anything).inputs)
+    same(TRITON.run(case.replace(**nothing)), result)
+    assert result.status[0] & 1 and not (result.status & 1).all()
+
+
+def test_masked_rows():
+    generator = torch.Generator().manual_seed(47)
+    rows = torch.randn(3, 70, generator=generator)
+    words = random_words(47, 3, 6)[:, 1:4]  # any row stride
+    filters = dict(temperature=torch.tensor([1.0, 0.6, 0.0]), top_k=torch.tensor([0, 9, 0]))
+    noise = dict(seeds=torch.arange(3) - 1, positions=torch.tensor([5, -1, 2**62]), stream=7)
+    anything = hidden(rows, booleans(words, 70), torch.nan)
+    nothing = hidden(rows, booleans(words, 70), -torch.inf)
+    mask = dict(allowed_mask=words)
+    law = agree("row_law", anything, **filters, **mask)
+    same(TRITON.row_law(nothing, **filters), law)
+    assert law.argmax[0] == -1
+    for domain in (2, 3):
+        drawn = agree("sample", anything, **noise, **filters, domain=domain, draft_index=4, **mask)
+        same(TRITON.sample(nothing, **noise, **filters, domain=domain, draft_index=4), drawn)
+    found = agree("acceptance", anything, anything.flip(0), **filters, **mask)
+    assert found.isnan().tolist() == [True, False, True]
+
+
+MAPPED = [
+    dict(rule="block", draft_filters=True, allowed_mask=random_words(48, 4, 3, 3)),
+    dict(rule="block", draft="probs", id_dtype=torch.int32),
+    dict(rule="token", kinds="mixed"),
+    dict(rule="lenient", packed=True, allowed_mask=random_words(49, 4, 3, 3)),
+]
+
+
+@pytest.mark.parametrize("options", MAPPED, ids=lambda options: "-".join(map(str, options)))
+def test_reduced_vocabularies(options):
+    # The draft's row at 50 tokens, in any order, is the same row with nothing at the others.
+    case = make_case(48, batch=4, gamma=2, vocab=71, **options)
+    drafted = case.inputs["draft_tokens"].unique()
+    others = torch.randperm(71, generator=torch.Generator().manual_seed(48))
+    drafted = drafted[drafted >= 0]
+    ids = torch.cat([others[~torch.isin(others, drafted)], drafted])[-50:]
+    name = "draft_probs" if "draft_probs" in case.inputs else "draft_logits"
+    rows = case.inputs[name][..., ids]
+    spread = torch.full_like(case.inputs[name], 0.0 if name == "draft_probs" else -torch.inf)
+    spread[..., ids] = rows
+    result = agree("verify", **case.replace(draft_token_ids=ids, **{name: rows}).inputs)
+    plain = TRITON.run(case.replace(**{name: spread}))
+    for field in ("tokens", "num_accepted", "status"):
+        assert torch.equal(getattr(result, field), getattr(plain, field))
+    assert 0 < result.num_accepted.sum() < 8
+
+
+def test_reduced_rows():
+    generator = torch.Generator().manual_seed(49)
+    target, rows = torch.randn(4, 71, generator=generator), torch.randn(4, 40, generator=generator)
+    ids = torch.randperm(71, generator=generator)[:40].to(torch.int32)
+    spread = torch.full((4, 71), -torch.inf)
+    spread[:, ids] = rows
+    sampling = dict(temperature=torch.tensor([1.0, 0.7, 0.0, 1.0]))
+    theirs = dict(draft_temperature=torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    mask = random_words(49, 4, 3)
+    own = dict(draft_token_ids=torch.stack([ids, ids + 99], 1)[:, 0])  # any stride
+    found = agree("acceptance", target, rows, **sampling, **theirs, allowed_mask=mask, **own)
+    plain = TRITON.acceptance(target, spread, **sampling, **theirs, allowed_mask=mask)
+    torch.testing.assert_close(found, plain, rtol=1e-6, atol=0, equal_nan=True)
+    noise = dict(seeds=torch.arange(4), positions=torch.arange(4))
+    # Two words of a mask, and no token from 64 on; a race is that of the tokens.
+    drawn = agree("sample", rows, **noise, **sampling, domain=3, allowed_mask=mask[:, :2], **own)
+    spread[:, 64:] = -torch.inf
+    assert torch.equal(
+        drawn.tokens,
+        TRITON.sample(spread, **noise, **sampling, domain=3, allowed_mask=mask).tokens,
+    )
+    drawn = agree("sample", rows, **noise, **sampling, **own)
+    places = TRITON.sample(rows, **noise, **sampling)
+    assert torch.equal(drawn.tokens, ids[places.tokens].long())
+    same(drawn[1:], places[1:])
+
+
+@pytest.mark.parametrize("broken", [71, "twice"])
+def test_no_map(broken):
+    case = make_case(50, batch=3, gamma=1, vocab=71, draft_vocab=5, rule="token", ragged=False)
+    ids = torch.tensor([3, 70, 9, 8, 11])
+    ids[4] = ids[0] if broken == "twice" else broken
+    rows = dict(draft_token_ids=ids)
+    result = agree("verify", **case.replace(**rows).inputs)
+    assert (result.status & 8).bool().all()
+    logits = case.inputs["draft_logits"][:, 0]
+    assert agree("acceptance", case.inputs["target_logits"][:, 0], logits, **rows).isnan().all()
+    # Without a draft row, and where the rule does not ask for the map.
+    empty = case.replace(
+        draft_tokens=torch.zeros(3, 0, dtype=torch.int64),
+        target_logits=case.inputs["target_logits"][:, :1],
+        draft_logits=case.inputs["draft_logits"][:, :0],
+        uniforms=case.inputs["uniforms"][:, :1],
+        **rows,
+    )
+    assert agree("verify", **empty.inputs).status.tolist() == [8, 8, 8]
+    assert agree("verify", **empty.replace(rule="typical").inputs).status.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("wild, drawn", [(-1, False), (2**31, False), (2**31 - 1, True)])
+def test_tokens_that_sample_cannot_return(wild, drawn):
+    ids = torch.tensor([3, wild, 3, 4, 5])
+    found = agree("sample", torch.zeros(2, 5), f64([0.3, 0.99]), draft_token_ids=ids)
+    assert found.tokens.tolist() == ([wild, 5] if drawn else [-1, -1])
+    assert found.logprobs.isnan().any() != drawn
+
+
+def test_races_over_tiles():
+    generator = torch.Generator().manual_seed(51)
+    rows = torch.randn(2, 9001, generator=generator)
+    ids = torch.randperm(12_000, generator=generator)[:9001]
+    noise = dict(seeds=torch.tensor([-5, 2**62]), positions=torch.tensor([2**63 - 1, 0]), domain=3)
+    agree("sample", rows, **noise, draft_index=2, stream=255)
+    agree("sample", rows, **noise, draft_token_ids=ids, top_k=torch.tensor([2000, 0]))
+    # A verify call races with the noise of its rows' positions.
+    target = rows.unflatten(0, (1, 2))
+    at = dict(seeds=noise["seeds"][:1], positions=noise["positions"][:1])
+    first = TRITON.sample(rows[:1], **at, domain=3).tokens
+    second = TRITON.sample(rows[1:], **at, domain=3, draft_index=1).tokens
+    result = agree("verify", target, first[None], **at, rule="coupled")
+    assert result.tokens.tolist() == [[*first.tolist(), *second.tolist()]]
+    assert result.accept_probs.tolist() == [[1.0]]
+
+
+def test_of_those_who_arrive_at_once_the_first_wins():
+    race = importlib.import_module("specdec_ext.triton.race")
+    launch = importlib.import_module("specdec_ext.triton.launch")
+    times = torch.full((3, 150), torch.inf, dtype=torch.float64)
+    times[0, [3, 70, 149]] = 2.0
+    times[1, [64, 63, 100]] = torch.tensor([1.0, 1.0, 0.5], dtype=torch.float64)
+    times[2, 149] = 7.0
+    winners = torch.arange(150, dtype=torch.int32).expand(3, 150) * 4096 + 5
+    laws = torch.ones(3, LAW_FIELDS.value, dtype=torch.float64)
+    laws = laws.to(TRITON.device)
+    launch.launch(
+        race.finish_races, 3, laws, moved(times), moved(winners.contiguous()), 150, num_warps=1
+    )
+    assert laws[:, -1].tolist() == [3 * 4096 + 5, 100 * 4096 + 5, 149 * 4096 + 5]
+
+
+@triton.jit
+def write_noise(words, noise, count, BLOCK: tl.constexpr):
+    """Noise of a table of words."""
+    row = tl.arange(0, BLOCK)
+    inside = row < count
+    found = exponential_noise(tl.load(words + row, mask=inside, other=0).to(tl.uint64))
+    tl.store(noise + row, found, mask=inside)
+
+
+def test_noise_is_log1p_to_a_few_ulp():
+    launch = importlib.import_module("specdec_ext.triton.launch")
+    generator = torch.Generator().manual_seed(52)
+    words = [0, 1, 2, 3, 2**10, 2**11 + 1, 2**53, 2**63 - 1, 2**63, 2**64 - 2**11, 2**64 - 1]
+    words += [2**k + 2 ** (k // 2) for k in range(2, 64)]
+    words += [
+        word % 2**64
+        for word in torch.randint(-(2**63), 2**63 - 1, (400,), generator=generator).tolist()
+    ]
+    signed = torch.tensor([word - 2**64 if word >= 2**63 else word for word in words])
+    noise = torch.zeros(len(words), dtype=torch.float64, device=TRITON.device)
+    block = triton.next_power_of_2(len(words))
+    launch.launch(write_noise, 1, moved(signed), noise, len(words), BLOCK=block)
+    for word, found in zip(words, noise.tolist(), strict=True):
+        u = min((float(word) + 0.5) * 2.0**-64, 1.0 - 2.0**-53)
+        assert found == pytest.approx(-math.log1p(-u), rel=8e-16, abs=0)
 
 
 # ---- operators ----------------------------------------------------------------------------------
@@ -297,10 +535,6 @@ def test_schemas_are_those_of_the_extension(name):
 def test_devices_without_kernels_of_the_extension_are_served(name, device):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec::{name}", device)
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec_triton::{name}", device)
-
-
-def moved(value):
-    return value.to(TRITON.device) if isinstance(value, torch.Tensor) else value
 
 
 def test_opcheck():

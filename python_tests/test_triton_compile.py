@@ -58,11 +58,17 @@ filters = dict(
 )
 seeds = torch.ones(2, dtype=torch.int64)
 row = torch.zeros(2, 32_000, dtype=bf16)
+words, ids = torch.zeros(2, 1000, dtype=i32), torch.arange(999, dtype=i32)
+at = dict(seeds=seeds, positions=seeds)
+
+
+ADDED = ("allowed_mask", "draft_token_ids")
 
 
 def verify(rule, **options):
+    added = {key: options.pop(key) for key in ADDED if key in options}
     case = make_case(0, **{"rule": rule, "batch": 2, "gamma": 3, "vocab": 2048, **options})
-    operators.verify(**case.inputs)
+    operators.verify(**case.inputs, **added)
 
 
 if extent == "every kernel":
@@ -70,8 +76,16 @@ if extent == "every kernel":
     verify("top_beta", dtype=bf16, filters=False)
     operators.row_law(row, **filters)
     operators.sample(row, torch.zeros(2, dtype=torch.float64))
-    operators.acceptance(row, row)
     operators.uniforms(seeds, seeds, 4)
+    operators.sample(row, domain=3, **at)
+    operators.acceptance(row, row[:, :999], allowed_mask=words, draft_token_ids=ids)
+elif extent == "masks and maps":
+    masks = dict(allowed_mask=torch.zeros(2, 4, 64, dtype=i32))
+    draft_ids = dict(draft_token_ids=torch.arange(2048))
+    verify("block", dtype=bf16, draft="probs", packed=True, **masks, **draft_ids)
+    verify("coupled", philox=True, **masks)
+    operators.sample(row[:, :999], domain=3, draft_token_ids=ids, **at)
+    operators.sample(row[:, :999], allowed_mask=words, draft_token_ids=ids, **at, **filters)
 else:
     verify("token", filters=False, philox=True, packed=True, id_dtype=i32, kinds="mixed")
     verify("lenient", dtype=f16, draft="probs", vocab=1, raw_logprobs=True, layout="padded")
@@ -96,6 +110,7 @@ print(len(kernels), "kernels,", sum(map(len, compiled.values())), "variants")
 TARGETS = [
     ("cuda", "90", "32", "every kernel"),
     ("cuda", "90", "32", "more variants"),
+    ("cuda", "90", "32", "masks and maps"),
     ("cuda", "80", "32", "every kernel"),
     ("hip", "gfx942", "64", "every kernel"),
 ]

@@ -25,6 +25,7 @@ def _row_law(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = logits.shape[0]
     return (
@@ -49,6 +50,8 @@ def _sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch = logits.shape[0]
     return (
@@ -87,6 +90,8 @@ def _verify(
     delta: float = 0.3,
     full_accept_probs: bool = False,
     raw_logprobs: bool = False,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, gamma = draft_tokens.shape
     return (
@@ -110,6 +115,8 @@ def _acceptance(
     draft_top_k: Tensor | None = None,
     draft_top_p: Tensor | None = None,
     draft_min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> Tensor:
     return target_logits.new_empty((target_logits.shape[0],), dtype=torch.float32)
 

@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-        pair = _load(args)
-        prompts = _prompts(args, pair)
+        pair = load_pair(args.target, args.draft, args.device)
+        prompts = find_prompts(pair, args.prompt)
         _warm_up(pair, prompts[0], args)
     except (ImportError, OSError, ValueError) as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -146,12 +146,15 @@ class Prompt(NamedTuple):
     ids: Tensor  # [1, P]
 
 
-def _load(args: argparse.Namespace) -> Pair:
-    if (args.target is None) != (args.draft is None):
+def load_pair(
+    target_path: str | None = None, draft_path: str | None = None, device: str = "cpu"
+) -> Pair:
+    """Load two checkpoints over the same tokens; those shipped here where none are named."""
+    if (target_path is None) != (draft_path is None):
         raise ValueError("--target and --draft go together")
-    shipped = args.target is None
-    target = PAIR / "target" if shipped else Path(args.target)
-    draft = PAIR / "draft" if shipped else Path(args.draft)
+    shipped = target_path is None
+    target = PAIR / "target" if target_path is None else Path(target_path)
+    draft = PAIR / "draft" if draft_path is None else Path(draft_path)
     for folder in (target, draft):
         if not folder.is_dir():
             hint = "; give --target and --draft" if shipped else ""
@@ -163,14 +166,14 @@ def _load(args: argparse.Namespace) -> Pair:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # Half precision is slow on most CPUs, and greedy choices then tie.
-    whole = shipped or torch.device(args.device).type == "cpu"
+    whole = shipped or torch.device(device).type == "cpu"
     dtype = torch.float32 if whole else "auto"
 
     def model(folder: Path) -> Any:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True
         )
-        return loaded.eval().to(args.device)
+        return loaded.eval().to(device)
 
     beside = target.parent / "tokenizer"
     tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -195,15 +198,17 @@ def _find(tree: Any, key: str) -> Any:
     return next((found for value in tree.values() if (found := _find(value, key))), None)
 
 
-def _prompts(args: argparse.Namespace, pair: Pair) -> list[Prompt]:
+def find_prompts(pair: Pair, text: str | None = None) -> list[Prompt]:
+    """Take the given text, or the openings of modules that the models have never seen."""
+
     def prompt(name: str, text: str) -> Prompt:
         ids = pair.tokenizer(text, return_tensors="pt").input_ids
         return Prompt(name, text, ids.to(pair.device))
 
-    if args.prompt is not None:
-        if not args.prompt:
+    if text is not None:
+        if not text:
             raise ValueError("--prompt is empty")
-        return [prompt("the prompt", args.prompt)]
+        return [prompt("the prompt", text)]
     library = Path(sysconfig.get_path("stdlib"))
     # The one that is shown first: prose, signatures and code in its opening lines.
     names = sorted(pair.held_out, key=lambda name: name != "textwrap")

@@ -45,11 +45,13 @@ __all__ = [
 
 #: The target row that decided has NaN, +inf or nothing but -inf: token 0 was emitted there.
 STATUS_NO_TARGET_LAW = 1
-#: A draft token outside [0, max(V, Vd)) other than -1, or an unknown kind: the draft ends there.
+#: A draft token outside [0, max(V, Vd)) ([0, V) with draft_token_ids) other than -1, or an unknown
+#: kind: the draft ends there.
 STATUS_INVALID_DRAFT_TOKEN = 2
 #: A draft row without a law, or q(x) = 0 at a sampled token: the draft ends there.
 STATUS_NO_DRAFT_LAW = 4
-#: A parameter, length or uniform out of range: replaced by T = 1, no filter, or clamped.
+#: A parameter, length or uniform out of range: replaced by T = 1, no filter, or clamped. Or
+#: draft_token_ids that are no map: no draft row has a law then.
 STATUS_PARAMETER_OUT_OF_RANGE = 8
 #: An invalid tree: nothing accepted, the token drawn from the root's law.
 STATUS_INVALID_TREE = 16
@@ -58,7 +60,7 @@ Floats: TypeAlias = "Tensor | float | Sequence[float] | None"
 Ints: TypeAlias = "Tensor | int | Sequence[int] | None"
 
 #: Names that `verify` takes as its rule.
-RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical")
+RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
 _RULES_WITHOUT_RANDOMNESS = ("greedy", "top_beta")
 
 
@@ -213,6 +215,7 @@ def row_law(
     top_k: Ints = None,
     top_p: Floats = None,
     min_p: Floats = None,
+    allowed_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> RowLaw:
     """Reduce every logits row and its filters to the five scalars of a probability law.
@@ -235,7 +238,12 @@ def row_law(
         entry and its ties always stay. Off where >= 1.
     min_p : Tensor or number or sequence, optional
         ``[R]`` float32. A token stays if p(x) >= min_p * max p. Off where <= 0.
-    backend : {"auto", "cpu", "reference"}
+    allowed_mask : Tensor, optional
+        ``[R, ceil(V/32)]`` int32, unit stride on the last dimension, the layout of grammar engines
+        (xgrammar, llguidance): token x is allowed where bit x % 32 of word x // 32 is 1, the lowest
+        bit being bit 0. The result is, to the bit, that of logits with -inf in place of what is not
+        allowed; what stands there, even NaN, does not matter.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
         "auto" follows the tensors' device. An explicit choice never falls back. "reference" is
         float64 PyTorch, slow, and checks no shapes.
 
@@ -244,8 +252,8 @@ def row_law(
     RowLaw
         ``max`` [R] float32, ``scale`` [R] float64, ``cutoff`` [R] float32 (a raw logit), ``log_z``
         [R] float64 (nats, relative to max), ``argmax`` [R] int64. NaN and -1 where the row has no
-        law (NaN, +inf, all -inf) or a parameter is out of range (T negative, NaN or inf; top_p NaN
-        or negative; min_p NaN or above 1).
+        law (NaN, +inf, all -inf, nothing allowed) or a parameter is out of range (T negative, NaN
+        or inf; top_p NaN or negative; min_p NaN or above 1).
 
     Raises
     ------
@@ -269,8 +277,16 @@ def row_law(
     >>> weights = torch.where(logits >= law.cutoff, (law.scale * (logits - law.max)).exp(), 0)
     >>> (weights / law.log_z.exp()).float()
     tensor([[0.0000, 0.1065, 0.7870, 0.1065]])
+
+    Only tokens 1 and 3 are allowed:
+
+    >>> mask = torch.tensor([[0b1010]], dtype=torch.int32)
+    >>> law = specdec_ext.row_law(logits, allowed_mask=mask)
+    >>> law.max, law.argmax
+    (tensor([1.]), tensor([1]))
     """
     _check_tensors("row_law", False, logits=logits)
+    _check_tensors("row_law", True, allowed_mask=allowed_mask)
     rows, device = _batch(logits), logits.device
     operators = resolve("row_law", backend, device)
     return RowLaw(
@@ -280,6 +296,7 @@ def row_law(
             top_k=_per_request("row_law", "top_k", top_k, rows, device),
             top_p=_per_request("row_law", "top_p", top_p, rows, device),
             min_p=_per_request("row_law", "min_p", min_p, rows, device),
+            allowed_mask=allowed_mask,
         )
     )
 
@@ -297,6 +314,8 @@ def sample(
     top_k: Ints = None,
     top_p: Floats = None,
     min_p: Floats = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> SampleResult:
@@ -307,6 +326,12 @@ def sample(
     T)), the lowest index whose prefix sum exceeds u times the total. It always has positive
     probability.
 
+    In domain 3 it is the winner of a race instead, as in the rule "coupled" of `verify`: the arg
+    min of E(seed, position, token) / p(token) with independent exponential E, which has the same
+    law. A draft and a target that race on the same noise give the same token with probability
+    sum_j 1 / sum_i max(p_i / p_j, q_i / q_j), at least (1 - TV) / (1 + TV), where two draws that
+    could speak with each other have 1 - TV.
+
     Parameters
     ----------
     logits : Tensor
@@ -316,41 +341,53 @@ def sample(
     seeds, positions : Tensor, optional
         ``[B]`` int64 each, instead of uniforms: Philox4x32-10 with the seed as key and counter (0,
         position, draft_index | domain << 16 | stream << 24). A position is the absolute position of
-        the first token that this round drafts; it must grow from round to round.
+        the first token that this round drafts; it must grow from round to round. In domain 3 the
+        noise of token x has counter (x >> 1, position + draft_index, 3 << 16 | stream << 24): words
+        0 and 1 where x is even, 2 and 3 where it is odd, all 64 bits.
     draft_index : int
         Which token of the round this is, in [0, 65536).
     domain : int
-        2 (default) for a draft model's draws, 1 for draws from a target law outside `verify`. Never
-        draw both from one domain: shared noise biases what is emitted.
+        2 (default) for a draft model's draws, 1 for draws from a target law outside `verify`, 3 for
+        the races of the rule "coupled", the draft's and the target's: there alone noise is shared.
+        Never draw both from domain 1 or 2: shared noise biases what the other rules emit.
     stream : int
         In [0, 256), different for every level of a hierarchy of models.
     temperature, top_k, top_p, min_p : optional
         ``[B]`` as in `row_law`.
+    allowed_mask : Tensor, optional
+        ``[B, ceil(V/32)]`` int32 as in `row_law`. With draft_token_ids its bits are target ids and
+        its width is free: an id beyond it is not allowed.
+    draft_token_ids : Tensor, optional
+        ``[V]`` int32 or int64: the target id of each entry, where the rows are those of a draft
+        with a reduced vocabulary. The token returned is a target id.
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where neither uniforms nor
         seeds are given; the default generator of the device if None.
-    backend : {"auto", "cpu", "reference"}
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
     Returns
     -------
     SampleResult
         ``tokens`` [B] int64; ``logprobs`` [B] float32, nats, under the filtered law (0 at T = 0).
-        Token -1 and NaN where the row has no law, a parameter is out of range (see `row_law`) or
-        the uniform is outside [0, 1): there is no status here, and never a silently wrong token. At
-        T = 0 uniforms are not read.
+        Token -1 and NaN where the row has no law, a parameter is out of range (see `row_law`), the
+        uniform is outside [0, 1) or any of draft_token_ids outside [0, 2^31): there is no status
+        here, and never a silently wrong token. At T = 0 uniforms are not read.
 
     Raises
     ------
     TypeError
         An argument that is neither a tensor nor a number.
     ValueError
-        A wrong dtype or shape; uniforms together with seeds or a generator; seeds without
-        positions; a domain other than 1 and 2; draft_index or stream out of range.
+        A wrong dtype, shape or stride; uniforms together with seeds or a generator; seeds without
+        positions; a domain other than 1, 2 and 3; uniforms in domain 3; draft_index or stream out
+        of range.
 
     References
     ----------
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox).
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox). Daliri, Musco,
+    Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv
+    2408.07978 (the race: Gumbel sampling there).
 
     Examples
     --------
@@ -361,8 +398,21 @@ def sample(
     tensor([0, 1, 2])
     >>> specdec_ext.sample(logits, u, temperature=0).tokens
     tensor([2, 2, 2])
+    >>> ids = torch.tensor([40, 7, 19])  # a reduced vocabulary: entry 0 is token 40, ...
+    >>> specdec_ext.sample(logits, u, draft_token_ids=ids).tokens
+    tensor([40,  7, 19])
+
+    Races of slightly different laws on the same noise mostly agree:
+
+    >>> target, draft = logits[:1].expand(8, 3), 0.9 * logits[:1].expand(8, 3)
+    >>> noise = dict(seeds=torch.full((8,), 6), positions=torch.arange(8), domain=3)
+    >>> specdec_ext.sample(target, **noise).tokens
+    tensor([1, 2, 2, 2, 2, 1, 2, 0])
+    >>> specdec_ext.sample(draft, **noise).tokens
+    tensor([1, 2, 2, 0, 2, 1, 2, 0])
     """
     _check_tensors("sample", False, logits=logits)
+    _check_tensors("sample", True, allowed_mask=allowed_mask, draft_token_ids=draft_token_ids)
     _check_ints("sample", draft_index=draft_index, domain=domain, stream=stream)
     batch, device = _batch(logits), logits.device
     operators = resolve("sample", backend, device)
@@ -382,6 +432,8 @@ def sample(
             top_k=_per_request("sample", "top_k", top_k, batch, device),
             top_p=_per_request("sample", "top_p", top_p, batch, device),
             min_p=_per_request("sample", "min_p", min_p, batch, device),
+            allowed_mask=allowed_mask,
+            draft_token_ids=draft_token_ids,
         )
     )
 
@@ -416,16 +468,18 @@ def verify(
     delta: float = 0.3,
     full_accept_probs: bool = False,
     raw_logprobs: bool = False,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> VerifyResult:
     """Verify chains of draft tokens: raw logits in, tokens to emit out.
 
     Softmax, temperature, filters, the accept tests, the residual and the final draw happen inside.
-    Under the lossless rules ("block", "token", "greedy") the emitted tokens are distributed exactly
-    as if the target had sampled them one by one from its filtered law, whatever the draft, given
-    that every sampled draft token was drawn from the draft law passed here and with other
-    randomness.
+    Under the lossless rules ("block", "token", "greedy", "coupled") the emitted tokens are
+    distributed exactly as if the target had sampled them one by one from its filtered law, whatever
+    the draft, given that every sampled draft token was drawn from the draft law passed here and
+    with other randomness ("coupled": however it was drawn).
 
     Rules:
 
@@ -442,6 +496,13 @@ def verify(
       8-10.
     - ``typical``: accept while p(x) > min(epsilon, delta exp(-entropy)); failure and bonus drawn
       from p. Not lossless. Cai et al. (Medusa), arXiv 2401.10774, section 3.3.
+    - ``coupled``: accept while x is the token that the target itself would have drawn, the arg min
+      of E / p(token) with exponential noise E of the seed, the absolute position and the token;
+      failure and bonus emit that token. So the output is a function of seeds and target, whatever
+      the draft, gamma or batch: it equals ``sample(domain=3)`` one token at a time. A draft that
+      draws by ``sample(domain=3)`` too is accepted with probability sum_j 1 / sum_i max(p_i / p_j,
+      q_i / q_j) a token, at least (1 - TV) / (1 + TV). No draft law is read. Daliri, Musco, Suresh,
+      arXiv 2408.07978.
 
     A request at T = 0 is verified as under ``greedy`` in every rule except those two whose words
     above say otherwise (lenient, top_beta).
@@ -496,10 +557,22 @@ def verify(
         has them anyway).
     raw_logprobs : bool
         Report log softmax(target_logits), without temperature and filters.
+    allowed_mask : Tensor, optional
+        ``[B, G+1, ceil(V/32)]`` int32 as in `row_law`, by request and slot also where the logits
+        are packed. Slot i is for the token after i draft tokens: it masks target row i, and the
+        draft's row i, which token i + 1 was drawn from (the draft must have been sampled under the
+        same mask). Slots after the draft's end are never read. Masks apply before everything else:
+        filters, ranks, raw_logprobs. A draft token that is not allowed has p = 0: it is rejected if
+        it was put there, and ends the draft if it is said to be sampled (q = 0).
+    draft_token_ids : Tensor, optional
+        ``[Vd]`` int32 or int64, any stride, Vd <= V, with a draft law: the target id of each draft
+        entry, for a draft with a reduced vocabulary. draft_tokens are target ids all the same.
+        Draft filters work on the draft's entries; q is 0 where there is no entry, and the target
+        keeps its whole support. Ids must differ and be in [0, V).
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
         and neither uniforms nor seeds are given; the default generator of the device if None.
-    backend : {"auto", "cpu", "reference"}
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
     Returns
@@ -510,18 +583,24 @@ def verify(
         ``logprobs`` [B, G+1] float32, nats, of what is emitted, under the filtered target law; 0 at
         T = 0, NaN after the end. "top_beta" reports raw ones.
         ``accept_probs`` [B, G] float32: the threshold of each position's coin (0 or 1 where the
-        test is deterministic). NaN after the end of the draft, and after the first failure of a
-        rule that stops there. Under "block" it is h: accepted = the largest i with u_i < h_i.
-        ``status`` [B] int32: ``STATUS_`` bits; nothing that depends on values raises.
+        test is deterministic, as under "coupled" given the noise). NaN after the end of the draft,
+        and after the first failure of a rule that stops there. Under "block" it is h: accepted =
+        the largest i with u_i < h_i.
+        ``status`` [B] int32: ``STATUS_`` bits; nothing that depends on values raises. 1: the row
+        that decided has no law, nothing allowed included. 2: a draft token out of range. 4: a draft
+        row without a law, or q = 0 at a sampled token, not allowed or without an entry included. 8:
+        a parameter out of range, or, in rules that read a draft law, draft_token_ids with an id
+        outside [0, V) or a repeated one (then no draft row has a law).
 
     Raises
     ------
     TypeError
         An argument that is neither a tensor nor the number it should be.
     ValueError
-        A wrong dtype or shape; an unknown rule; a number out of range; draft_logits together with
-        draft_probs; draft filters without draft_logits, draft_rows without a draft law; uniforms
-        together with seeds or a generator; seeds without positions.
+        A wrong dtype, shape or stride; an unknown rule; a number out of range; draft_logits
+        together with draft_probs; draft filters without draft_logits; draft_rows or draft_token_ids
+        without a draft law; Vd > V with draft_token_ids; uniforms together with seeds or a
+        generator, or with "coupled"; seeds without positions.
 
     See Also
     --------
@@ -543,6 +622,31 @@ def verify(
     >>> u = torch.tensor([[0.38, 0.6]], dtype=torch.float64)
     >>> specdec_ext.verify(target_logits, draft_tokens, draft_logits, uniforms=u).tokens
     tensor([[ 1, -1]])
+
+    The same where only token 1 is allowed at first. Token 0 is not accepted at any u:
+
+    >>> mask = torch.tensor([[[0b10], [0b11]]], dtype=torch.int32)
+    >>> specdec_ext.verify(target_logits, draft_tokens, uniforms=u, allowed_mask=mask).tokens
+    tensor([[ 1, -1]])
+
+    A draft that knows token 1 only; token 0 can still come out:
+
+    >>> draft = dict(draft_logits=torch.zeros(1, 1, 1), draft_token_ids=torch.tensor([1]))
+    >>> u = torch.tensor([[0.75, 0.6]], dtype=torch.float64)
+    >>> result = specdec_ext.verify(target_logits, torch.tensor([[1]]), **draft, uniforms=u)
+    >>> result.tokens, result.accept_probs
+    (tensor([[ 0, -1]]), tensor([[0.7000]]))
+
+    Coupled: what the target draws from these seeds, whatever is proposed.
+
+    >>> noise = dict(seeds=torch.tensor([3]), positions=torch.tensor([0]))
+    >>> specdec_ext.sample(target_logits[:, 0], **noise, domain=3).tokens
+    tensor([0])
+    >>> for proposed in (0, 1):
+    ...     x = torch.tensor([[proposed]])
+    ...     print(specdec_ext.verify(target_logits, x, **noise, rule="coupled").tokens)
+    tensor([[0, 1]])
+    tensor([[ 0, -1]])
     """
     op = "verify"
     _check_tensors(op, False, target_logits=target_logits, draft_tokens=draft_tokens)
@@ -555,6 +659,8 @@ def verify(
         draft_lengths=draft_lengths,
         target_rows=target_rows,
         draft_rows=draft_rows,
+        allowed_mask=allowed_mask,
+        draft_token_ids=draft_token_ids,
     )
     _check_ints(op, stream=stream, beta=beta)
     _check_floats(op, lenience=lenience, tau=tau, epsilon=epsilon, delta=delta)
@@ -597,6 +703,8 @@ def verify(
             delta=delta,
             full_accept_probs=full_accept_probs,
             raw_logprobs=raw_logprobs,
+            allowed_mask=allowed_mask,
+            draft_token_ids=draft_token_ids,
         )
     )
 
@@ -613,6 +721,8 @@ def acceptance(
     draft_top_k: Ints = None,
     draft_top_p: Floats = None,
     draft_min_p: Floats = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute sum_x min(p(x), q(x)) of two laws, row by row.
@@ -630,13 +740,18 @@ def acceptance(
         ``[R]`` as in `row_law`, of the target's law.
     draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
         ``[R]``, of the draft's law; by default the target's.
-    backend : {"auto", "cpu", "reference"}
+    allowed_mask : Tensor, optional
+        ``[R, ceil(V/32)]`` int32 as in `row_law`, of both laws.
+    draft_token_ids : Tensor, optional
+        ``[Vd]`` as in `verify`: the target id of each draft entry.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
     Returns
     -------
     Tensor
-        ``[R]`` float32 in [0, 1]. NaN where a row has no law or a parameter is out of range.
+        ``[R]`` float32 in [0, 1]. NaN where a row has no law or a parameter is out of range, and
+        everywhere where draft_token_ids has an id outside [0, V) or a repeated one.
 
     Raises
     ------
@@ -657,9 +772,13 @@ def acceptance(
     >>> draft_logits = torch.tensor([[0.8, 0.2]]).log()
     >>> specdec_ext.acceptance(target_logits, draft_logits)  # min(.3, .8) + min(.7, .2)
     tensor([0.5000])
+    >>> ids = torch.tensor([1, 0])  # draft entry 0 is token 1: min(.3, .2) + min(.7, .8)
+    >>> specdec_ext.acceptance(target_logits, draft_logits, draft_token_ids=ids)
+    tensor([0.9000])
     """
     op = "acceptance"
     _check_tensors(op, False, target_logits=target_logits, draft_logits=draft_logits)
+    _check_tensors(op, True, allowed_mask=allowed_mask, draft_token_ids=draft_token_ids)
     rows, device = _batch(target_logits), target_logits.device
     operators = resolve(op, backend, device)
     found: Tensor = operators.acceptance(
@@ -673,6 +792,8 @@ def acceptance(
         draft_top_k=_per_request(op, "draft_top_k", draft_top_k, rows, device),
         draft_top_p=_per_request(op, "draft_top_p", draft_top_p, rows, device),
         draft_min_p=_per_request(op, "draft_min_p", draft_min_p, rows, device),
+        allowed_mask=allowed_mask,
+        draft_token_ids=draft_token_ids,
     )
     return found
 
@@ -696,7 +817,7 @@ def uniforms(
         Slots per request, at least 1.
     stream : int
         In [0, 256), different for every level of a hierarchy of models.
-    backend : {"auto", "cpu", "reference"}
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
     Returns

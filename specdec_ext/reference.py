@@ -47,6 +47,8 @@ __all__ = [
     "make_law",
     "philox4x32",
     "philox_uniforms",
+    "race",
+    "race_noise",
     "residual",
     "residual_weights",
     "row_law",
@@ -121,12 +123,61 @@ def philox_uniforms(
         float64, multiples of 2^-53.
     """
     last = torch.as_tensor(index, dtype=torch.int64) | domain << 16 | stream << 24
-    zero = torch.zeros_like(seeds + positions + last)  # of the shape they broadcast to
-    words = (zero, zero + (positions & MASK32), zero + ((positions >> 32) & MASK32), zero + last)
-    key = torch.stack([seeds & MASK32, (seeds >> 32) & MASK32], dim=-1)
-    first, second = philox4x32(torch.stack(words, dim=-1), key).unbind(-1)[:2]
+    first, second = _words(seeds, positions, torch.tensor(0), last)[..., :2].unbind(-1)
     pair = second << 32 | first
     return ((pair >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def _words(seeds: Tensor, positions: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Philox words at counter (first, position low, position high, last), broadcast; [..., 4]."""
+    words = (first, positions & MASK32, (positions >> 32) & MASK32, last)
+    key = torch.stack([seeds & MASK32, (seeds >> 32) & MASK32], dim=-1)
+    return philox4x32(torch.stack(torch.broadcast_tensors(*words), dim=-1), key)
+
+
+def race_noise(seed: int, position: int, tokens: Tensor, stream: int = 0) -> Tensor:
+    """Exponential variables of the COUPLED race, one for every token: ``-log1p(-u)``.
+
+    u has all 64 bits: a lattice of 2^-24 has no exponential above 16.6 and many at 0, so that it
+    draws rare tokens at a wrong rate.
+
+    Parameters
+    ----------
+    seed, position : int
+        int64 values; the position is the absolute one of the token that is raced for.
+    tokens : Tensor
+        int64 ids, each in [0, 2^31).
+    stream : int
+        In [0, 256).
+
+    Returns
+    -------
+    Tensor
+        float64, positive, of the shape of `tokens`.
+    """
+    last = torch.tensor(COUPLED << 16 | stream << 24)
+    words = _words(torch.tensor(seed), torch.tensor(_int64(position)), tokens >> 1, last)
+    odd = (tokens & 1).bool()
+    first = torch.where(odd, words[..., 2], words[..., 0])
+    second = torch.where(odd, words[..., 3], words[..., 1])
+    pair = second.double() * 2.0**32 + first.double()  # rounded once, as a uint64 would be
+    u = ((pair + 0.5) * 2.0**-64).clamp(max=1.0 - 2.0**-53)
+    return -torch.log1p(-u)
+
+
+def _int64(value: int) -> int:
+    """Wrap to int64, as a sum of positions does on the device."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def race(weights: Tensor, noise: Tensor) -> int:
+    """Find the arg min of noise / weights over positive weights, the lowest index among ties.
+
+    For independent exponential noise it is distributed as the weights, and two laws that race on
+    the same noise give the same token with probability sum_j 1 / sum_i max(p_i / p_j, q_i / q_j),
+    at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh 2024).
+    """
+    return int((noise / weights).masked_fill(weights <= 0, INF).argmin())
 
 
 def uniforms(seeds: Tensor, positions: Tensor, n: int, *, stream: int = 0) -> Tensor:
@@ -325,6 +376,59 @@ def law(
     return torch.full_like(logits_row, NAN, dtype=torch.float64) if found is None else found.probs
 
 
+def _allowed(words: Tensor, tokens: Tensor) -> Tensor:
+    """Whether each token is allowed by int32 words ``[W]``: bit j of word w is token 32 w + j.
+
+    Parameters
+    ----------
+    words : Tensor
+        ``[W]`` int32.
+    tokens : Tensor
+        int64 ids, not negative. Those of 32 W or above are not allowed.
+    """
+    place = (tokens >> 5).clamp(max=len(words) - 1)
+    bit = (words.long()[place] >> (tokens & 31)) & 1
+    return bit.bool() & (tokens < 32 * len(words))
+
+
+def _masked(row: Tensor, words: Tensor | None, vocab: int, to: float = -INF) -> Tensor:
+    """Give a row of logits (or probabilities) with `to` in place of what is not allowed.
+
+    `vocab` is the target's: an id above it is never allowed where there is a mask.
+    """
+    if words is None:
+        return row
+    tokens = torch.arange(len(row))
+    return row.masked_fill(~_allowed(words, tokens) | (tokens >= vocab), to)
+
+
+class _DraftVocabulary:
+    """Where the draft's entries are in the target's vocabulary: entry d is token ``ids[d]``.
+
+    `ids` None: entry d is token d.
+    """
+
+    def __init__(self, ids: Tensor | None, vocab: int) -> None:
+        self.ids = None if ids is None else ids.cpu().long()
+        self.vocab = vocab
+        self.is_valid = self.ids is None or (
+            bool(((self.ids >= 0) & (self.ids < vocab)).all())
+            and len(self.ids.unique()) == len(self.ids)
+        )
+
+    def masked(self, row: Tensor, words: Tensor | None, to: float = -INF) -> Tensor:
+        """Give the draft's row ``[Vd]`` with `to` where its token is not allowed."""
+        if self.ids is None or words is None:
+            return _masked(row, words, self.vocab, to)
+        return row.masked_fill(~_allowed(words, self.ids), to)
+
+    def law(self, probs: Tensor) -> Tensor:
+        """Give the draft's law ``[Vd]`` as a law of target tokens: 0 where it has no entry."""
+        if self.ids is None:
+            return probs
+        return torch.zeros(self.vocab, dtype=probs.dtype).scatter_(0, self.ids, probs)
+
+
 def _filters(
     temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Callable[[int], Filters]:
@@ -337,6 +441,11 @@ def _filters(
     return lambda b: Filters(**{name: values[b] for name, values in given.items()})
 
 
+def _words_of(allowed_mask: Tensor | None, *index: int) -> Tensor | None:
+    """Mask words of one row, on the CPU."""
+    return None if allowed_mask is None else allowed_mask[index].cpu()
+
+
 @torch.no_grad()
 def row_law(
     logits: Tensor,
@@ -345,13 +454,15 @@ def row_law(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
 ) -> RowLaw:
     """Compute the five scalars of every row; see `specdec_ext.row_law`."""
     filters = _filters(temperature, top_k, top_p, min_p)
     rows: list[tuple[float, float, float, float, int]] = []
     for r, row in enumerate(logits.cpu().double()):
         parameters, bad = filters(r).checked()
-        found = None if bad else make_law(row, parameters)
+        masked = _masked(row, _words_of(allowed_mask, r), len(row))
+        found = None if bad else make_law(masked, parameters)
         if found is None:
             rows.append((NAN, NAN, NAN, NAN, -1))
         else:
@@ -378,8 +489,14 @@ def sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> SampleResult:
     """Draw one token per row; see `specdec_ext.sample`."""
+    ids = torch.arange(logits.shape[-1])  # of the entries
+    if draft_token_ids is not None:
+        ids = draft_token_ids.cpu().long()
+    legal = bool(((ids >= 0) & (ids < 2**31)).all())
     if uniforms is None:
         assert seeds is not None and positions is not None
         uniforms = philox_uniforms(seeds.cpu(), positions.cpu(), draft_index, domain, stream)
@@ -388,16 +505,24 @@ def sample(
     logprobs: list[float] = []
     for r, (row, u) in enumerate(zip(logits.cpu().double(), uniforms.tolist(), strict=True)):
         parameters, bad = filters(r).checked()
-        found = None if bad else make_law(row, parameters)
+        words = _words_of(allowed_mask, r)
+        if legal and words is not None:
+            row = row.masked_fill(~_allowed(words, ids), -INF)
+        found = make_law(row, parameters) if legal and not bad else None
         if found is None or (found.scale < INF and not 0 <= u < 1):
-            token, logprob = -1, NAN
-        elif found.scale == INF:
-            token, logprob = found.argmax, 0.0
+            tokens.append(-1)
+            logprobs.append(NAN)
+            continue
+        if found.scale == INF:
+            entry = found.argmax
+        elif domain == COUPLED:
+            assert seeds is not None and positions is not None
+            position = int(positions[r]) + draft_index
+            entry = race(found.weights, race_noise(int(seeds[r]), position, ids, stream))
         else:
-            token = inverse_cdf(law_weights(found.weights), u)
-            logprob = found.log_prob(token)
-        tokens.append(token)
-        logprobs.append(logprob)
+            entry = inverse_cdf(law_weights(found.weights), u)
+        tokens.append(int(ids[entry]))
+        logprobs.append(found.log_prob(entry))
     return SampleResult(
         torch.tensor(tokens, dtype=torch.int64, device=logits.device),
         torch.tensor(logprobs, dtype=torch.float32, device=logits.device),
@@ -417,8 +542,12 @@ def acceptance(
     draft_top_k: Tensor | None = None,
     draft_top_p: Tensor | None = None,
     draft_min_p: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> Tensor:
     """Compute sum min(p, q) row by row, [R] float32; see `specdec_ext.acceptance`."""
+    vocab = target_logits.shape[-1]
+    entries = _DraftVocabulary(draft_token_ids, vocab)
     target_filters = _filters(temperature, top_k, top_p, min_p)
     draft_filters = _filters(
         temperature if draft_temperature is None else draft_temperature,
@@ -431,13 +560,17 @@ def acceptance(
     for r, (target_row, draft_row) in enumerate(rows):
         target_parameters, bad = target_filters(r).checked()
         draft_parameters, draft_bad = draft_filters(r).checked()
-        p = make_law(target_row, target_parameters)
-        q = make_law(draft_row, draft_parameters)
+        words = _words_of(allowed_mask, r)
+        p = make_law(_masked(target_row, words, vocab), target_parameters)
+        q = None
+        if entries.is_valid:
+            q = make_law(entries.masked(draft_row, words), draft_parameters)
         if bad or draft_bad or p is None or q is None:
             out.append(NAN)
             continue
-        both = min(len(target_row), len(draft_row))  # beyond it, one of the laws is 0
-        out.append(float(torch.minimum(p.probs[:both], q.probs[:both]).sum()))
+        q_probs = entries.law(q.probs)
+        both = min(vocab, len(q_probs))  # beyond it, one of the laws is 0
+        out.append(float(torch.minimum(p.probs[:both], q_probs[:both]).sum()))
     return torch.tensor(out, dtype=torch.float32, device=target_logits.device)
 
 
@@ -581,12 +714,14 @@ class _Chain:
         draft_law: Callable[[int], Tensor | None],
         filters: Filters,
         coins: list[float],
+        noise: Callable[[int], Tensor],
         status: int,
         options: _Options,
     ) -> None:
         self.tokens, self.kinds = tokens, kinds
         self.target_row, self.draft_law = target_row, cache(draft_law)
         self.filters, self.coins, self.final = filters, coins[:-1], coins[-1]
+        self.noise = noise
         self.greedy = filters.temperature < 1e-6
         self.length, self.status, self.options = len(tokens), status, options
         self.law = cache(self._law)
@@ -637,6 +772,17 @@ class _Chain:
         weights = residual_weights(residual(p, q, 1.0 if q is None else w, [x]))
         # p and q can be equal to the last bit, or p all on x: then any token of p is as good.
         return inverse_cdf(weights, self.final) if int(weights.sum()) > 0 else self.draw(i)
+
+    def race(self, i: int) -> int:
+        """Race for the token after i accepted ones, on noise of that place; token 0: no law.
+
+        T = 0 needs no case of its own: only the arg max takes part.
+        """
+        law = self.law(i)
+        if law is None:
+            self.status |= STATUS_NO_TARGET_LAW
+            return 0
+        return race(law.weights, self.noise(i))
 
     def argmax(self, i: int) -> int:
         """Give the arg max of row i; token 0 where it has no law."""
@@ -786,6 +932,21 @@ def _typical(chain: _Chain) -> _Verdict:
     return _Verdict(accepted, probs, chain.draw(accepted))
 
 
+def _coupled(chain: _Chain) -> _Verdict:
+    """Accept what the target's own race would have emitted (Daliri, Musco, Suresh 2024).
+
+    The noise belongs to the place in the sequence, so that the tokens are those of plain sampling
+    by the same race, whatever was drafted. Reads neither q nor a coin.
+    """
+
+    def test(i: int, step: _Step) -> tuple[bool, float]:
+        accept = step.token == chain.race(i)
+        return accept, float(accept)
+
+    accepted, probs = _first_failure(chain, test, reads_draft=False)
+    return _Verdict(accepted, probs, chain.race(accepted))
+
+
 RULES: dict[str, Callable[[_Chain], _Verdict]] = {
     "block": _block,
     "token": _token,
@@ -793,6 +954,7 @@ RULES: dict[str, Callable[[_Chain], _Verdict]] = {
     "lenient": _lenient,
     "top_beta": _top_beta,
     "typical": _typical,
+    "coupled": _coupled,
 }
 
 
@@ -844,6 +1006,8 @@ def verify(
     delta: float = 0.3,
     full_accept_probs: bool = False,
     raw_logprobs: bool = False,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
 ) -> VerifyResult:
     """Verify chains of draft tokens; see `specdec_ext.verify`."""
     if rule not in RULES:
@@ -851,7 +1015,11 @@ def verify(
     batch, gamma = draft_tokens.shape
     vocab = target_logits.shape[-1]
     draft = draft_logits if draft_logits is not None else draft_probs
-    ids = max(vocab, draft.shape[-1] if draft is not None else vocab)
+    reads_draft = rule in ("block", "token", "lenient")  # a map that is not read cannot be wrong
+    entries = _DraftVocabulary(draft_token_ids if reads_draft else None, vocab)
+    ids = vocab  # draft tokens are below it
+    if draft is not None and draft_token_ids is None:
+        ids = max(vocab, draft.shape[-1])
     ignores_parameters = rule in ("greedy", "top_beta")
     raw_logprobs = raw_logprobs or rule == "top_beta"  # that rule knows no other law
     options = _Options(lenience, beta, tau, epsilon, delta, full_accept_probs, raw_logprobs)
@@ -863,6 +1031,7 @@ def verify(
         top_p if draft_top_p is None else draft_top_p,
         min_p if draft_min_p is None else draft_min_p,
     )
+    flips_coins = not ignores_parameters and rule != "coupled"
     if seeds is not None:
         assert positions is not None
         uniforms = _coins(seeds, positions, gamma + 1, stream=stream)
@@ -874,10 +1043,16 @@ def verify(
     status = torch.zeros(batch, dtype=torch.int32)
 
     for b in range(batch):
-        bits = 0
+        bits = 0 if entries.is_valid else STATUS_PARAMETER_OUT_OF_RANGE
 
         def target_row(i: int, b: int = b) -> Tensor | None:
-            return _row(target_logits, target_rows, b, i)
+            row = _row(target_logits, target_rows, b, i)
+            return None if row is None else _masked(row, _words_of(allowed_mask, b, i), vocab)
+
+        def noise(i: int, b: int = b) -> Tensor:
+            assert seeds is not None and positions is not None
+            position = int(positions[b]) + i
+            return race_noise(int(seeds[b]), position, torch.arange(vocab), stream)
 
         # The columns that can be used at all: before the end, before the first -1 or invalid id.
         given_length = gamma if draft_lengths is None else int(draft_lengths[b])
@@ -908,17 +1083,19 @@ def verify(
 
         def draft_law(i: int, b: int = b, parameters: Filters = draft_parameters) -> Tensor | None:
             row = None if draft is None else _row(draft, draft_rows, b, i)
-            if row is None:
+            if row is None or not entries.is_valid:
                 return None
+            words = _words_of(allowed_mask, b, i)
             if draft_probs is not None:
+                row = entries.masked(row, words, to=0.0)
                 legal = bool(((row >= 0) & (row < INF)).all()) and float(row.sum()) > 0
-                return row / row.sum() if legal else None
-            found = make_law(row, parameters)
-            return None if found is None else found.probs
+                return entries.law(row / row.sum()) if legal else None
+            found = make_law(entries.masked(row, words), parameters)
+            return None if found is None else entries.law(found.probs)
 
         # The coins: those of the usable columns, and the last slot for the final draw.
         coins = [0.0] * (gamma + 1)
-        if not ignores_parameters and filters.temperature >= 1e-6:
+        if flips_coins and filters.temperature >= 1e-6:
             assert uniforms is not None
             given = uniforms[b].tolist()
             for slot in [*range(len(ids_read)), gamma]:
@@ -926,7 +1103,7 @@ def verify(
                 if coins[slot] != given[slot]:
                     bits |= STATUS_PARAMETER_OUT_OF_RANGE
 
-        chain = _Chain(ids_read, kinds, target_row, draft_law, filters, coins, bits, options)
+        chain = _Chain(ids_read, kinds, target_row, draft_law, filters, coins, noise, bits, options)
         accepted, probs, extra = RULES[rule](chain)
         emitted = ids_read[:accepted] + [extra]
         tokens[b, : accepted + 1] = torch.tensor(emitted)

@@ -44,7 +44,9 @@ __all__ = [
     "filtered_law",
     "joint_law",
     "make_case",
+    "pack_mask",
     "philox4x32",
+    "philox_exponentials",
     "philox_uniform",
     "step_law",
     "toy_models",
@@ -56,7 +58,8 @@ _BEFORE_ONE = 1.0 - 2.0**-53
 
 _PER_REQUEST = frozenset(
     "draft_tokens draft_kinds draft_lengths target_rows draft_rows uniforms seeds positions "
-    "temperature top_k top_p min_p draft_temperature draft_top_k draft_top_p draft_min_p".split()
+    "temperature top_k top_p min_p draft_temperature draft_top_k draft_top_p draft_min_p "
+    "allowed_mask".split()
 )
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -125,7 +128,7 @@ class VerifyCase:
     def select(self, requests: Sequence[int]) -> VerifyCase:
         """Give the case with only these requests, in this order (repeats allowed).
 
-        Packed logits, shared by all requests, stay as they are.
+        Packed logits and draft_token_ids, shared by all requests, stay as they are.
         """
         index = torch.tensor(list(requests), dtype=torch.int64)
         per_request = set(_PER_REQUEST)
@@ -204,6 +207,111 @@ def philox_uniform(seed: int, position: int, index: int, domain: int, stream: in
         [0, position & mask, position >> 32 & mask, last], [seed & mask, seed >> 32 & mask]
     )
     return ((words[1] << 32 | words[0]) >> 11) * 2.0**-53
+
+
+def philox_exponentials(
+    seed: int, position: int, tokens: Sequence[int], stream: int = 0
+) -> list[float]:
+    """Give the noise of tokens in a COUPLED race, in plain integers but for the logarithm.
+
+    Parameters
+    ----------
+    seed : int
+        An int64 value.
+    position : int
+        The absolute position of the token that is raced for; modulo 2^64.
+    tokens : sequence of int
+        Ids in [0, 2^31).
+    stream : int
+        Level in a hierarchy of models, in [0, 256).
+
+    Examples
+    --------
+    >>> [round(e, 4) for e in philox_exponentials(seed=0, position=0, tokens=[0, 1, 2])]
+    [0.7784, 1.1083, 1.0563]
+    """
+    mask = 0xFFFFFFFF
+    found: list[float] = []
+    pairs: dict[int, tuple[int, int, int, int]] = {}  # one counter serves two tokens
+    for token in tokens:
+        pair, odd = divmod(token, 2)
+        if pair not in pairs:
+            pairs[pair] = philox4x32(
+                [pair, position & mask, position >> 32 & mask, 3 << 16 | stream << 24],
+                [seed & mask, seed >> 32 & mask],
+            )
+        words = pairs[pair][2:] if odd else pairs[pair][:2]
+        u = (float(words[1] << 32 | words[0]) + 0.5) * 2.0**-64
+        found.append(-math.log1p(-min(u, _BEFORE_ONE)))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# Masks and reduced vocabularies
+# -------------------------------------------------------------------------------------------------
+
+
+def pack_mask(allowed: Tensor, beyond: Tensor | bool = False) -> Tensor:
+    """Pack booleans as ``allowed_mask`` wants them: bit j of word w is token 32 w + j.
+
+    Parameters
+    ----------
+    allowed : Tensor
+        ``[..., V]`` bool.
+    beyond : bool or Tensor
+        Bits of the last word that no token has; ``[..., 32 * ceil(V/32) - V]`` bool or one value.
+
+    Returns
+    -------
+    Tensor
+        ``[..., ceil(V/32)]`` int32.
+
+    Examples
+    --------
+    >>> pack_mask(torch.tensor([True, False, True])).tolist()
+    [5]
+    >>> allowed = torch.zeros(40, dtype=torch.bool)
+    >>> allowed[31] = allowed[33] = True
+    >>> pack_mask(allowed).tolist()
+    [-2147483648, 2]
+    """
+    *lead, vocab = allowed.shape
+    bits = torch.zeros(*lead, (vocab + 31) // 32 * 32, dtype=torch.bool)
+    bits[..., :vocab] = allowed
+    bits[..., vocab:] = beyond
+    words = (bits.unflatten(-1, (-1, 32)) * 2 ** torch.arange(32)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def _unpack_mask(words: Tensor, vocab: int) -> Tensor:
+    """Booleans ``[V]`` of words ``[W]``."""
+    text = "".join(f"{word % 2**32:032b}"[::-1] for word in words.tolist())
+    return torch.tensor([bit == "1" for bit in text[:vocab]])
+
+
+def _forbid(
+    values: Tensor, allowed: Tensor | None, ids: Tensor | None, fill: float = -math.inf
+) -> Tensor:
+    """Values of tokens (or of entries that `ids` names), `fill` where the token is not allowed.
+
+    `values` are ``[..., V or Vd]``, `allowed` ``[..., V]``: an entry beyond V is never allowed.
+    """
+    if allowed is None:
+        return values
+    if ids is None:
+        missing = max(values.shape[-1] - allowed.shape[-1], 0)
+        allowed = torch.nn.functional.pad(allowed, (0, missing))[..., : values.shape[-1]]
+    else:
+        allowed = allowed[..., ids.long()]
+    return values.masked_fill(~allowed, fill)
+
+
+def _of_tokens(probs: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
+    """Probabilities ``[..., Vd]`` of draft entries as ``[..., V]`` of target tokens."""
+    if ids is None:
+        return probs
+    found = torch.zeros(*probs.shape[:-1], vocab, dtype=probs.dtype)
+    return found.index_add_(-1, ids.long().cpu(), probs)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -586,6 +694,8 @@ def exact_law(
     *,
     drawn: Sequence[Tensor] | None = None,
     kinds: Sequence[int] | None = None,
+    allowed: Sequence[Tensor] | None = None,
+    draft_token_ids: Tensor | None = None,
     stop: Callable[[tuple[int, ...]], bool] | None = None,
     ending: str = "lengths",
     as_probs: bool = False,
@@ -609,6 +719,13 @@ def exact_law(
     kinds : sequence of int, optional
         ``[G]``: 1 a sampled draft token, 0 a deterministic one (the arg max of `drawn`); passed as
         ``draft_kinds``. Not passed by default (all sampled).
+    allowed : sequence of Tensor, optional
+        ``[V] * d + [V]`` bool, d = 0 .. G: the tokens allowed after each prefix; passed as
+        ``allowed_mask`` beside logits that know nothing of it. The target's law is that of the
+        masked logits, and so is the draft's.
+    draft_token_ids : Tensor, optional
+        ``[Vd]`` of a reduced draft vocabulary, passed on. `draft` and `drawn` are tables of its
+        entries then (given their contexts in target ids, as always).
     stop : callable, optional
         ``stop(prefix)``: the draft ends after these tokens.
     ending : {"lengths", "placeholder", "invalid"}
@@ -659,20 +776,36 @@ def exact_law(
     vocab = target[0].shape[-1]
     scalars = {k: options.pop(k) for k in list(options) if k.removeprefix("draft_") in _SAMPLING}
     params = _Params().updated({k: scalars.get(k) for k in _SAMPLING})
-    target_probs = [_law_table(table, params) for table in target]
+    masks: Sequence[Tensor | None] = allowed if allowed is not None else [None] * (gamma + 1)
+    target_probs = [
+        _law_table(_forbid(table, mask, None), params)
+        for table, mask in zip(target, masks, strict=True)
+    ]
+    passed: list[Tensor] | None = None
     if drawn is None:
         if draft is None:
             raise ValueError("exact_law: draft or drawn must be given")
         params = params.updated({k: scalars.get(f"draft_{k}") for k in _SAMPLING})
-        drawn = [_law_table(table, params) for table in draft]
-    if as_probs:  # what is passed is float32, and normalised inside
-        drawn = [table.float().double() for table in drawn]
+        masked = [
+            table if as_probs else _forbid(table, mask, draft_token_ids)
+            for table, mask in zip(draft, masks, strict=False)
+        ]
+        drawn = [_law_table(table, params) for table in masked]
+    if as_probs:  # what is passed is float32, and masked and normalised inside
+        passed = [table.float() for table in drawn]
+        drawn = [
+            _forbid(table.double(), mask, draft_token_ids, fill=0.0)
+            for table, mask in zip(passed, masks, strict=False)
+        ]
         drawn = [table / table.sum(-1, keepdim=True) for table in drawn]
+    drawn = [_of_tokens(table, draft_token_ids, vocab) for table in drawn]
     ids = max(vocab, drawn[0].shape[-1] if gamma else vocab)
     chains = _enumerate_chains(drawn, kinds if kinds is not None else [1] * gamma, stop)
+    if draft_token_ids is not None:
+        options["draft_token_ids"] = draft_token_ids
 
     # One request per chain.
-    inputs = _chain_inputs(chains, target, draft, drawn if as_probs else None, ending, ids, poison)
+    inputs = _chain_inputs(chains, target, draft, passed, allowed, ending, ids, poison)
     if kinds is not None:
         inputs["draft_kinds"] = torch.tensor([list(kinds)] * len(chains), dtype=torch.int8)
         inputs["draft_kinds"] = inputs["draft_kinds"].reshape(len(chains), gamma)
@@ -758,6 +891,7 @@ def _chain_inputs(
     target: Sequence[Tensor],
     draft: Sequence[Tensor] | None,
     probs: Sequence[Tensor] | None,
+    allowed: Sequence[Tensor] | None,
     ending: str,
     ids: int,
     poison: bool,
@@ -772,6 +906,7 @@ def _chain_inputs(
     width = tables[0].shape[-1] if tables else ids
     dtype = tables[0].dtype if tables and probs is None else torch.float32
     laws = torch.full((count, gamma, width), math.nan, dtype=dtype)
+    masks = torch.zeros(rows.shape, dtype=torch.bool)
     for c, (prefix, _) in enumerate(chains):
         lengths[c] = len(prefix)
         tokens[c, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
@@ -779,9 +914,13 @@ def _chain_inputs(
         context = prefix + (0,) * (gamma - len(prefix))
         for d in range(read + 1):
             rows[c, d] = target[d][_context(context[:d], target[d])]
+            if allowed is not None:
+                masks[c, d] = allowed[d][_context(context[:d], allowed[d])]
         for d, table in enumerate(tables[:read]):
             laws[c, d] = table[_context(context[:d], table)]
     inputs: dict[str, Any] = {"target_logits": rows, "draft_tokens": tokens}
+    if allowed is not None:
+        inputs["allowed_mask"] = pack_mask(masks, beyond=True)
     if draft is not None or probs is not None:
         inputs["draft_probs" if probs is not None else "draft_logits"] = laws
     if ending == "lengths" and bool((lengths < gamma).any()):
@@ -906,6 +1045,14 @@ class _Request:
         vocab = logits.shape[-1]
         ids = max(vocab, source.shape[-1] if source is not None else vocab)
         self.bits = 0
+        entries = inputs.get("draft_token_ids")
+        has_draft_laws = True
+        if entries is not None:
+            ids = vocab
+            named = entries.tolist()
+            has_draft_laws = len(set(named) & set(range(vocab))) == len(named)
+            if self.rule not in _DRAFT_LAW_UNREAD and not has_draft_laws:
+                self.bits |= 8
 
         length = gamma
         if inputs.get("draft_lengths") is not None:
@@ -944,7 +1091,12 @@ class _Request:
         self.greedy = params.temperature < _GREEDY_TEMPERATURE
 
         used = range(len(self.tokens) + 1)
-        target_rows = [self._row(logits, inputs.get("target_rows"), b, i) for i in used]
+        masks: list[Tensor | None] = [None for _ in used]
+        if inputs.get("allowed_mask") is not None:
+            masks = [_unpack_mask(inputs["allowed_mask"][b, i], vocab) for i in used]
+        target_rows = [
+            self._row(logits, inputs.get("target_rows"), b, i, masks[i], None) for i in used
+        ]
         seen = [
             [token for token in (*self.tokens[i : i + 1], *emitted[i : i + 1]) if token >= 0]
             for i in used
@@ -954,20 +1106,36 @@ class _Request:
         ]
         self.raw_laws = [self._laws(row, _Params(), 0.0, ())[0] for row in target_rows]
         self.draft: list[list[Tensor | None]] = []
+        reads_draft = not self.greedy and self.rule not in _DRAFT_LAW_UNREAD
         for i in range(len(self.tokens)):
             row = None
-            if source is not None and not self.greedy and self.rule not in ("top_beta", "typical"):
-                row = self._row(source, inputs.get("draft_rows"), b, i)
+            if source is not None and reads_draft and has_draft_laws:
+                fill = -math.inf if probs is None else 0.0
+                row = self._row(source, inputs.get("draft_rows"), b, i, masks[i], entries, fill)
             if row is not None and probs is not None:
                 total = float(row.sum())
                 legal = bool((row >= 0).all()) and 0 < total < math.inf
-                self.draft.append([row / total if legal else None])
+                found = [row / total if legal else None]
             else:
-                laws = self._laws(row, draft_params, tolerance, seen[i])
-                self.draft.append([None if law is None else law.probs for law in laws])
+                places = [p for token in seen[i] for p in _entries_of(token, entries)]
+                laws = self._laws(row, draft_params, tolerance, places)
+                found = [None if law is None else law.probs for law in laws]
+            self.draft.append([q if q is None else _of_tokens(q, entries, vocab) for q in found])
+
+        self.noise: list[Tensor] = []
+        if self.rule == "coupled" and not self.greedy:
+            seed, position = int(inputs["seeds"][b]), int(inputs["positions"][b])
+            stream = inputs.get("stream", 0)
+            self.noise = [
+                torch.tensor(
+                    philox_exponentials(seed, position + i, range(vocab), stream),
+                    dtype=torch.float64,
+                )
+                for i in used
+            ]
 
         self.coins = [0.5] * (gamma + 1)
-        if not self.greedy and self.rule != "top_beta":
+        if not self.greedy and self.rule not in ("top_beta", "coupled"):
             for slot in [*range(len(self.tokens)), gamma]:
                 u = self._uniform(inputs, b, slot, gamma)
                 clamped = 0.0 if math.isnan(u) else min(max(u, 0.0), _BEFORE_ONE)
@@ -977,11 +1145,23 @@ class _Request:
         self.final = self.coins[gamma]
 
     @staticmethod
-    def _row(table: Tensor, rows: Tensor | None, b: int, i: int) -> Tensor | None:
+    def _row(
+        table: Tensor,
+        rows: Tensor | None,
+        b: int,
+        i: int,
+        allowed: Tensor | None,
+        entries: Tensor | None,
+        fill: float = -math.inf,
+    ) -> Tensor | None:
         if rows is None:
-            return table[b, i].detach().cpu().double()
-        r = int(rows[b, i])
-        return table[r].detach().cpu().double() if 0 <= r < len(table) else None
+            row = table[b, i]
+        else:
+            r = int(rows[b, i])
+            if not 0 <= r < len(table):
+                return None
+            row = table[r]
+        return _forbid(row.detach().cpu().double(), allowed, entries, fill)
 
     @staticmethod
     def _laws(
@@ -1000,6 +1180,15 @@ class _Request:
         if slot == gamma:
             return philox_uniform(seed, position, 0, 1, stream)
         return philox_uniform(seed, position, slot + 1, 0, stream)
+
+
+#: Rules that never read a draft law.
+_DRAFT_LAW_UNREAD = ("greedy", "top_beta", "typical", "coupled")
+
+
+def _entries_of(token: int, ids: Tensor | None) -> list[int]:
+    """Draft entries that stand for a token."""
+    return [token] if ids is None else (ids == token).nonzero().flatten().tolist()
 
 
 class _Inadmissible(Exception):
@@ -1097,8 +1286,8 @@ class _Checker:
 
     def reads_draft(self, i: int) -> bool:
         request = self.request
-        relaxed = request.rule in ("greedy", "top_beta", "typical")
-        return not (request.greedy or relaxed) and request.kinds[i] == 1
+        unread = request.greedy or request.rule in _DRAFT_LAW_UNREAD
+        return not unread and request.kinds[i] == 1
 
     def is_leaf(self, i: int, law: _Law | None, q: Tensor | None) -> tuple[bool, int]:
         """Whether the draft ends at node i, and the status bit that says so."""
@@ -1204,6 +1393,13 @@ class _Checker:
             return float(ratio >= request.lenience), float(near)
         if request.greedy:
             return float(x == law.argmax), 0.0
+        if request.rule == "coupled":
+            times = self.race(i, law)
+            x_time = float(times[x]) if inside else math.inf
+            winner = int(times.argmin())
+            rival = float(times.kthvalue(min(2, len(times))).values) if x == winner else x_time
+            near = rival <= float(times[winner]) * (1 + 2 * tol) and len(times) > 1
+            return float(x == winner), float(near)
         p = self.prob(law.probs, x)
         if request.rule == "typical":
             entropy = -float(torch.special.xlogy(law.probs, law.probs).sum())
@@ -1213,6 +1409,10 @@ class _Checker:
         h = min(1.0, p / (lenience * self.proposal(i, q)))
         # p = 0 is exact, whatever the rounding: no slack.
         return h, tol * min(h, 1.0) if p > 0 else 0.0
+
+    def race(self, i: int, law: _Law) -> Tensor:
+        """Arrival times of the race at node i, ``[V]``: inf where the token takes no part."""
+        return torch.where(law.probs > 0, self.request.noise[i] / law.probs, math.inf)
 
     def visit_block(self, state: _State, law: _Law | None, q: Tensor | None) -> _State | None:
         """Block rule: the largest i with a coin below h_i wins, whatever came before."""
@@ -1271,7 +1471,13 @@ class _Checker:
             self.expect(token == law.argmax, f"extra token {token}, arg max {law.argmax}")
         else:
             self.expect(float(law.probs[token]) > 0, f"extra token {token} of probability 0")
-            if bonus:
+            if request.rule == "coupled":
+                times = self.race(n, law)
+                won = float(times[token]) <= float(times.min()) * (1 + 2 * tolerance)
+                self.expect(won, f"extra token {token}, the race is won by {int(times.argmin())}")
+                rejected = bonus or token != request.tokens[n]
+                self.expect(rejected, f"extra token {token} is the rejected one")
+            elif bonus:
                 self.draw(law.probs, token, tolerance)
             else:
                 self.draw_residual(n, self.residual(n, w, law, q), noise)
@@ -1452,7 +1658,13 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 def _random_rows(
-    generator: torch.Generator, batch: int, rows: int, vocab: int, width: int, masks: bool
+    generator: torch.Generator,
+    batch: int,
+    rows: int,
+    vocab: int,
+    width: int,
+    ids: Tensor | None,
+    masks: bool,
 ) -> tuple[Tensor, Tensor]:
     """Target and draft logits in four styles: flat, usual, peaked, equal."""
     style = torch.randint(4, (batch, 1, 1), generator=generator)
@@ -1461,7 +1673,7 @@ def _random_rows(
     target = torch.randn(batch, rows, vocab, generator=generator) * spread
     draft = torch.randn(batch, rows, width, generator=generator) * noise
     both = min(vocab, width)
-    draft[..., :both] += target[..., :both]
+    draft[..., :both] += target[..., :both] if ids is None else target[..., ids]
     if masks and vocab > 2:
         # A third of the requests has masked entries, never the first one: a law always remains.
         masked = torch.rand(batch, 1, 1, generator=generator) < 1 / 3
@@ -1489,6 +1701,19 @@ def _random_params(
     return params
 
 
+def _random_seeds(generator: torch.Generator, batch: int) -> tuple[Tensor, Tensor]:
+    seeds = torch.randint(-(2**62), 2**62, (batch,), generator=generator)
+    return seeds, torch.randint(0, 2**40, (batch,), generator=generator)
+
+
+def _random_masks(generator: torch.Generator, batch: int, slots: int, vocab: int) -> Tensor:
+    """Masks ``[B, G+1, V]``: a share of tokens for each request, now and then nothing at all."""
+    style = torch.randint(4, (batch, 1, 1), generator=generator)
+    share = torch.tensor([1.0, 0.7, 0.7, 0.2])[style]
+    allowed = torch.rand(batch, slots, vocab, generator=generator) < share
+    return allowed & (torch.rand(batch, slots, 1, generator=generator) >= 0.04)
+
+
 def make_case(
     seed: int,
     *,
@@ -1507,6 +1732,8 @@ def make_case(
     draft_filters: bool = False,
     greedy_rows: bool = True,
     masks: bool = True,
+    allowed_mask: bool = False,
+    draft_token_ids: bool = False,
     philox: bool = False,
     id_dtype: torch.dtype = torch.int64,
     rule: str = "block",
@@ -1540,8 +1767,15 @@ def make_case(
         Some requests at T = 0.
     masks : bool
         Some requests with -inf logits.
+    allowed_mask : bool
+        Masks per request and slot: everything, most or few tokens allowed, here and there none;
+        half of the requests have NaN where nothing is allowed.
+    draft_token_ids : bool
+        A reduced draft vocabulary in shuffled order; needs ``draft_vocab <= vocab`` and a draft
+        law.
     philox : bool
-        ``seeds`` and ``positions`` in place of ``uniforms``.
+        ``seeds`` and ``positions`` in place of ``uniforms``; the rule "coupled" always has them,
+        and draft tokens that won a race of the draft's likeliest on the same noise.
     id_dtype : torch.dtype
         Of ids, lengths and rows.
     rule : str
@@ -1565,9 +1799,12 @@ def make_case(
     if draft_filters and draft == "logits":
         theirs = _random_params(generator, batch, width, True, True)
         params |= {f"draft_{name}": value for name, value in theirs.items()}
-    target, drafted = _random_rows(generator, batch, gamma + 1, vocab, width, masks)
+    ids = torch.randperm(vocab, generator=generator)[:width] if draft_token_ids else None
+    target, drafted = _random_rows(generator, batch, gamma + 1, vocab, width, ids, masks)
     target = target.to(dtype)
     drafted = drafted[:, :gamma].to(draft_dtype or dtype)
+    allowed = _random_masks(generator, batch, gamma + 1, vocab) if allowed_mask else None
+    seeds, positions = _random_seeds(generator, batch) if rule == "coupled" else (None, None)
 
     # Draft tokens: drawn from the draft's law, its arg max at deterministic columns; now and then
     # anything at all.
@@ -1583,17 +1820,41 @@ def make_case(
         if draft != "probs":
             scalars = _params_of(params, "", b, scalars)
             scalars = _params_of(params, "draft_", b, scalars).cleaned()
-        law = _candidate_laws(drafted[b, i], scalars, 0.0)[0]
+        anything = int(picks[b, i, 0] * (vocab if draft_token_ids else max(vocab, width)))
+        mask = None if allowed is None else allowed[b, i]
+        laws = _candidate_laws(_forbid(drafted[b, i], mask, ids), scalars, 0.0)
+        if not laws or picks[b, i, 1] >= 0.93:
+            tokens[b, i] = anything
+            continue
+        law = laws[0]
         prefix = law.probs.cumsum(0)
         drawn = int(torch.searchsorted(prefix, picks[b, i, 0] * prefix[-1], right=True))
-        drawn = law.argmax if draft_kinds[b, i] == 0 else min(drawn, width - 1)
-        anything = int(picks[b, i, 0] * max(vocab, width))
-        tokens[b, i] = drawn if picks[b, i, 1] < 0.93 else anything
+        if draft_kinds[b, i] == 0:
+            drawn = law.argmax
+        elif seeds is not None and positions is not None:
+            likely = law.probs.topk(min(width, 16)).indices  # any draft is legal: spare the time
+            named = likely if ids is None else ids[likely]
+            noise = philox_exponentials(int(seeds[b]), int(positions[b]) + i, named.tolist())
+            times = torch.tensor(noise, dtype=torch.float64) / law.probs[likely]
+            drawn = int(likely[times.argmin()])
+        drawn = min(drawn, width - 1)
+        tokens[b, i] = drawn if ids is None else ids[drawn]
 
     inputs: dict[str, Any] = {"rule": rule, **params}
+    if allowed is not None:
+        spare = torch.rand(*allowed.shape[:2], -vocab % 32, generator=generator) < 0.5
+        inputs["allowed_mask"] = pack_mask(allowed, beyond=spare)
+        poisoned = torch.rand(batch, 1, 1, generator=generator) < 0.5
+        target = torch.where(poisoned, _forbid(target, allowed, None, math.nan), target)
+    if ids is not None:
+        inputs["draft_token_ids"] = ids.to(id_dtype)
     if draft == "probs":
         scale = torch.rand(batch, gamma, 1, generator=generator) + 0.5  # normalised inside
         drafted = (drafted.float().softmax(-1) * scale).to(draft_dtype or dtype)
+    if allowed is not None:
+        drafted = torch.where(
+            poisoned, _forbid(drafted, allowed[:, :gamma], ids, math.nan), drafted
+        )
     if ragged:
         inputs["draft_lengths"] = torch.randint(gamma + 1, (batch,), generator=generator)
         inputs["draft_lengths"][::2] = gamma
@@ -1619,10 +1880,10 @@ def make_case(
     give("target_logits", target)
     if draft != "none":
         give(f"draft_{draft}", drafted)
-    if philox:
-        bounds = (-(2**62), 2**62)
-        inputs["seeds"] = torch.randint(*bounds, (batch,), generator=generator)
-        inputs["positions"] = torch.randint(0, 2**40, (batch,), generator=generator)
+    if philox or rule == "coupled":
+        if seeds is None:
+            seeds, positions = _random_seeds(generator, batch)
+        inputs["seeds"], inputs["positions"] = seeds, positions
     else:
         inputs["uniforms"] = torch.rand(batch, gamma + 1, generator=generator, dtype=torch.float64)
     inputs.update(options)

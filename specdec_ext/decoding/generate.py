@@ -17,8 +17,8 @@ from specdec_ext.decoding.stats import Clock, Statistics
 
 __all__ = ["Burst", "Generated", "GenerationError", "generate"]
 
-LOSSLESS = ("block", "token")
-READ_DRAFT_LAW = (*LOSSLESS, "lenient")
+LOSSLESS = ("block", "token", "coupled")  # and, at temperature 0, the same as "greedy"
+READ_DRAFT_LAW = ("block", "token", "lenient")
 DRAFT_ENDED_EARLY = ops.STATUS_INVALID_DRAFT_TOKEN | ops.STATUS_NO_DRAFT_LAW
 ROOM = 512  # slots that the caches allocate beyond the prompt; they double when it is used up
 FATAL = {
@@ -120,10 +120,12 @@ def generate(
 ) -> Generated:
     """Generate with a target model and a draft: each target call verifies several draft tokens.
 
-    Under the rules ``"block"`` and ``"token"`` the new tokens are distributed as the target's own:
-    sampled, they follow its law under the given filters; at temperature 0 they are its greedy
-    choice. Only the wall time depends on the draft. (Leviathan et al., arXiv 2211.17192; block
-    verification: Sun et al., arXiv 2403.10444.)
+    Under the rules ``"block"``, ``"token"`` and ``"coupled"`` the new tokens are distributed as the
+    target's own: sampled, they follow its law under the given filters; at temperature 0 they are
+    its greedy choice. Only the wall time depends on the draft. (Leviathan et al., arXiv 2211.17192;
+    block verification: Sun et al., arXiv 2403.10444.) Under ``"coupled"`` the very tokens do not
+    depend on the draft, gamma or the batch either, for equal logits of the target: they are those
+    of plain decoding with the same seeds. (Daliri, Musco, Suresh, arXiv 2408.07978.)
 
     Parameters
     ----------
@@ -294,7 +296,15 @@ class _Generation:
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self.drafter.start(
             Requests(
-                ids, mask, self.ends, room, self.seeds, self.filters, self.greedy, self.needs_law
+                ids,
+                mask,
+                self.ends,
+                room,
+                self.seeds,
+                self.filters,
+                self.greedy,
+                self.needs_law,
+                coupled=self.rule == "coupled",
             )
         )
         self.last = ids[:, -1:]  # [B, 1], each row's last token, which no cache holds

@@ -12,27 +12,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import batch_of, compute_laws, draft_sampling_of, launch, rows_of, sampling_of, tiling
-from .law_pass import summed, value_at
+from .launch import (
+    batch_of,
+    compute_laws,
+    draft_sampling_of,
+    launch,
+    mask_of,
+    rows_of,
+    sampling_of,
+    tiling,
+)
+from .law_pass import summed
 from .laws import (
     EXPONENTIAL,
     INFINITY,
     NO_LAW,
     POINT_MASS,
     filters_at,
+    in_token_order,
     law_threshold,
     load_law,
     load_tile,
     probability,
     row_at,
+    value_at,
     weights_of,
 )
+from .token_map import token_map_of
 
 
 @triton.jit
-def tile_probabilities(base, entries, law, tile, TILE: tl.constexpr):
+def tile_probabilities(source, law, tile, TILE: tl.constexpr):
     """Probabilities of a tile of a law, float32."""
-    x = load_tile(base, entries, tile, -INFINITY, TILE)
+    x = load_tile(source, tile, -INFINITY, TILE)
     weights = weights_of(x, law.max, law.scale, law_threshold(law))
     return (1.0 / law.z).to(tl.float32) * weights
 
@@ -46,12 +58,12 @@ def sum_overlaps(target, draft, laws, sums, rows, tiles, splits, TILE: tl.conste
     p = load_law(laws, row)
     q = load_law(laws, rows + row)
     if (p.kind == EXPONENTIAL) & (q.kind == EXPONENTIAL):
-        target_base, target_entries = row_at(target, row, 0)
-        draft_base, draft_entries = row_at(draft, row, 0)
+        target_row = row_at(target, row, 0)
+        draft_row = in_token_order(row_at(draft, row, 0))
         for tile in range(split, tiles, splits):
             both = tl.minimum(
-                tile_probabilities(target_base, target_entries, p, tile, TILE),
-                tile_probabilities(draft_base, draft_entries, q, tile, TILE),
+                tile_probabilities(target_row, p, tile, TILE),
+                tile_probabilities(draft_row, q, tile, TILE),
             )
             tl.store(sums + row * tiles + tile, tl.sum(both, 0).to(tl.float64))
 
@@ -59,8 +71,7 @@ def sum_overlaps(target, draft, laws, sums, rows, tiles, splits, TILE: tl.conste
 @triton.jit
 def probability_in(rows, row, law, token):
     """p(token) of a row, 0 for an id that it does not have."""
-    base, entries = row_at(rows, row, 0)
-    return probability(law, value_at(base, entries, token), token)
+    return probability(law, value_at(row_at(rows, row, 0), token), token)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -91,7 +102,10 @@ def acceptance(output: Tensor, call: SimpleNamespace) -> None:
     """Fill the output of `specdec_ext.acceptance`."""
     rows, vocab = call.target_logits.shape
     tiles = tiling(vocab, call.draft_logits.shape[1])
-    target, draft = rows_of(call.target_logits), rows_of(call.draft_logits)
+    mask = mask_of(call.allowed_mask, vocab)
+    target = rows_of(call.target_logits, mask=mask)
+    token_map = token_map_of(call.draft_token_ids, vocab)
+    draft = rows_of(call.draft_logits, mask=mask, token_map=token_map)
     own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
     theirs = draft_sampling_of(call)
     laws = compute_laws(tiles, batch_of(target, own), rows, batch_of(draft, theirs), rows)

@@ -48,6 +48,7 @@ class Chain(NamedTuple):
     lengths: Any  # [B], or None
     lengths_stride: Any
     ids: Any  # max(V, Vd)
+    broken: Any  # [1] int32, not 0: the draft's vocabulary is no map; or None
     target: Any  # Sampling
     draft: Any  # Sampling, or None where no draft logits are given
     coins: Any
@@ -137,6 +138,8 @@ def open_request(chain, b, vocab, gamma, IGNORES_SAMPLING: tl.constexpr):
         bad = filters.out_of_range > 0
         if chain.draft is not None:
             bad = bad | (filters_at(chain.draft, b, vocab).out_of_range > 0)
+        if chain.broken is not None:
+            bad = bad | (tl.load(chain.broken) != 0)
         greedy = is_greedy(filters)
         if chain.coins.uniforms is not None:
             bad = bad | ((greedy == 0) & has_wild_uniform(chain.coins, b, drafted, gamma))

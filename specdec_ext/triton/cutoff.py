@@ -29,9 +29,11 @@ from .laws import (
     INFINITY,
     filters_at,
     has_filter,
+    hide,
     is_greedy,
     load_tile,
     masses_of,
+    plain_row,
     round_up,
     row_at,
     support_threshold,
@@ -116,24 +118,25 @@ def select_in_list(keys, weights, bound):
 
 
 @triton.jit
-def load_block(source, entries, start, BLOCK: tl.constexpr):
+def load_block(source, start, BLOCK: tl.constexpr):
     """Load the entries of a row or list from `start`, -inf after its end; also which exist."""
     offsets = start + tl.arange(0, BLOCK)
-    inside = offsets < entries
-    return tl.load(source + offsets, mask=inside, other=-INFINITY).to(tl.float32), inside
+    inside = offsets < source.entries
+    x = tl.load(source.data + offsets, mask=inside, other=-INFINITY).to(tl.float32)
+    return hide(source, offsets, x, -INFINITY), inside
 
 
 @triton.jit
 def select_in_row(
-    source, entries, bound, reference, scale, threshold, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    source, bound, reference, scale, threshold, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Do what `select_in_list` does over memory, LEVELS times; weights are counts or masses."""
     key = tl.full([], 0, tl.uint32)
     for level in range(0, LEVELS):
         pivots, shift = pivots_of(key, level)
         reached = tl.zeros([PIVOTS], tl.uint64)
-        for start in range(0, entries, BLOCK):
-            x, inside = load_block(source, entries, start, BLOCK)
+        for start in range(0, source.entries, BLOCK):
+            x, inside = load_block(source, start, BLOCK)
             if WEIGHTED:
                 weights = masses_of(weights_of(x, reference, scale, threshold))
             else:
@@ -150,14 +153,12 @@ def spread_of(x, weights, reference, scale):
 
 
 @triton.jit
-def mass_in_row(
-    source, entries, reference, scale, threshold, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
-):
+def mass_in_row(source, reference, scale, threshold, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
     """Mass of what reaches a threshold, and with ENTROPY that of -w log w, in fixed point."""
     total = tl.full([], 0, tl.uint64)
     spread = tl.full([], 0, tl.uint64)
-    for start in range(0, entries, BLOCK):
-        x, _ = load_block(source, entries, start, BLOCK)
+    for start in range(0, source.entries, BLOCK):
+        x, _ = load_block(source, start, BLOCK)
         weights = weights_of(x, reference, scale, threshold)
         total += tl.sum(masses_of(weights), 0)
         if ENTROPY:
@@ -194,20 +195,20 @@ def is_selected(batch, filters, b, s):
 
 
 @triton.jit
-def floor_of(group_max, groups, filters, top, scale, z, BLOCK: tl.constexpr):
+def floor_of(maxima, filters, top, scale, z, BLOCK: tl.constexpr):
     """Find a logit that no cutoff of this row lies below."""
     floor = tl.full([], -INFINITY, tl.float32)
     threshold = support_threshold(floor, top, scale)
     if filters.top_k > 0:
-        if filters.top_k <= groups:
+        if filters.top_k <= maxima.entries:
             bound = filters.top_k.to(tl.uint64)
-            floor = select_in_row(group_max, groups, bound, top, scale, threshold, False, BLOCK)
+            floor = select_in_row(maxima, bound, top, scale, threshold, False, BLOCK)
     elif filters.top_p < 1.0:
         # A hair more than top_p of the mass, because z is a rounded sum.
         bound = (filters.top_p * z * (ONE_MASS * 1.0001)).to(tl.uint64) + 1
-        total, _ = mass_in_row(group_max, groups, top, scale, threshold, False, BLOCK)
+        total, _ = mass_in_row(maxima, top, scale, threshold, False, BLOCK)
         if total >= bound:
-            floor = select_in_row(group_max, groups, bound, top, scale, threshold, True, BLOCK)
+            floor = select_in_row(maxima, bound, top, scale, threshold, True, BLOCK)
     else:
         floor = min_p_cutoff(top, filters)
     return floor
@@ -224,9 +225,9 @@ def find_floor(batch, summaries, work, of, row, tiles, TILE: tl.constexpr):
             scale = 1.0 / filters.temperature
             z, _ = combined_sum(summaries, row, tiles, top, scale, NOTHING)
             groups = tiles * (TILE // GROUP)
-            group_max = summaries.group_max + row * groups
+            maxima = plain_row(summaries.group_max + row * groups, groups)
             BLOCK: tl.constexpr = min(TILE, SELECT_BLOCK)
-            floor = floor_of(group_max, groups, filters, top, scale, z, BLOCK)
+            floor = floor_of(maxima, filters, top, scale, z, BLOCK)
             tl.store(work.floors + row, floor)
             tl.store(work.counts + row, 0)
 
@@ -267,7 +268,7 @@ def collect_row(batch, summaries, work, of, row, tiles, split, splits, TILE: tl.
     if is_selected(batch, filters, b, s):
         top = combined_max(summaries, row, tiles)
         if top > -INFINITY:
-            base, entries = row_at(batch.rows, b, s)
+            source = row_at(batch.rows, b, s)
             scale = 1.0 / filters.temperature
             floor = tl.load(work.floors + row)
             threshold = support_threshold(tl.full([], -INFINITY, tl.float32), top, scale)
@@ -275,7 +276,7 @@ def collect_row(batch, summaries, work, of, row, tiles, split, splits, TILE: tl.
             for tile in range(split, tiles, splits):
                 place = row * tiles + tile
                 if weigh | (tl.load(summaries.max + place) >= floor):
-                    x = load_tile(base, entries, tile, -INFINITY, TILE)
+                    x = load_tile(source, tile, -INFINITY, TILE)
                     collect_tile(work, x, floor, row)
                     if weigh:
                         masses = masses_of(weights_of(x, top, scale, threshold))
@@ -313,11 +314,9 @@ def row_mass(masses, row, tiles):
 
 
 @triton.jit
-def narrow_list(
-    source, entries, total, filters, top, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
-):
+def narrow_list(source, total, filters, top, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
     """Cutoff, mass and entropy mass from a list, in registers, of all that may be kept."""
-    x, inside = load_block(source, entries, 0, BLOCK)
+    x, inside = load_block(source, 0, BLOCK)
     keys = order_key(x)
     cutoff = tl.full([], -INFINITY, tl.float32)
     if filters.top_k > 0:
@@ -338,32 +337,30 @@ def narrow_list(
 
 
 @triton.jit
-def narrow_row(
-    source, entries, total, filters, top, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
-):
+def narrow_row(source, total, filters, top, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
     """Cutoff, mass and entropy mass from the row itself, read again and again."""
     cutoff = tl.full([], -INFINITY, tl.float32)
     threshold = support_threshold(cutoff, top, scale)
     if filters.top_k > 0:
         bound = filters.top_k.to(tl.uint64)
-        cutoff = select_in_row(source, entries, bound, top, scale, threshold, False, BLOCK)
+        cutoff = select_in_row(source, bound, top, scale, threshold, False, BLOCK)
         threshold = support_threshold(cutoff, top, scale)
     if filters.top_p < 1.0:
         if filters.top_k > 0:
-            total, _ = mass_in_row(source, entries, top, scale, threshold, False, BLOCK)
+            total, _ = mass_in_row(source, top, scale, threshold, False, BLOCK)
         bound = top_p_bound(filters.top_p, total)
-        found = select_in_row(source, entries, bound, top, scale, threshold, True, BLOCK)
+        found = select_in_row(source, bound, top, scale, threshold, True, BLOCK)
         cutoff = tl.maximum(cutoff, found)
     if filters.min_p > 0.0:
         cutoff = tl.maximum(cutoff, min_p_cutoff(top, filters))
     threshold = support_threshold(cutoff, top, scale)
-    kept, spread = mass_in_row(source, entries, top, scale, threshold, ENTROPY, BLOCK)
+    kept, spread = mass_in_row(source, top, scale, threshold, ENTROPY, BLOCK)
     return cutoff, kept, spread
 
 
 @triton.jit
 def filtered_law(
-    work, base, entries, filters, top, scale, row, tiles,
+    work, source, filters, top, scale, row, tiles,
     ENTROPY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Cutoff, z and entropy numerator of a row with filters, T > 0."""
@@ -374,8 +371,8 @@ def filtered_law(
         total = row_mass(work.masses, row, tiles)
     count = tl.load(work.counts + row)
     if count <= LIST:
-        found = work.candidates + row * MAX_CANDIDATES
-        cutoff, kept, spread = narrow_list(found, count, total, filters, top, scale, ENTROPY, LIST)
+        found = plain_row(work.candidates + row * MAX_CANDIDATES, count)
+        cutoff, kept, spread = narrow_list(found, total, filters, top, scale, ENTROPY, LIST)
     else:
-        cutoff, kept, spread = narrow_row(base, entries, total, filters, top, scale, ENTROPY, BLOCK)
+        cutoff, kept, spread = narrow_row(source, total, filters, top, scale, ENTROPY, BLOCK)
     return cutoff, kept.to(tl.float64) / ONE_MASS, -(spread.to(tl.float64) / ONE_MASS)

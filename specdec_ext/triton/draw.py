@@ -17,6 +17,7 @@ from .laws import (
     INFINITY,
     NO_LAW,
     POINT_MASS,
+    in_token_order,
     law_threshold,
     load_law,
     load_tile,
@@ -80,9 +81,9 @@ def needs_draw(law):
 
 
 @triton.jit
-def law_masses(base, entries, law, tile, TILE: tl.constexpr):
+def law_masses(source, law, tile, TILE: tl.constexpr):
     """Integer weights of a tile of a law."""
-    x = load_tile(base, entries, tile, -INFINITY, TILE)
+    x = load_tile(source, tile, -INFINITY, TILE)
     return masses_of(weights_of(x, law.max, law.scale, law_threshold(law)))
 
 
@@ -90,12 +91,12 @@ def law_masses(base, entries, law, tile, TILE: tl.constexpr):
 def draft_weights(draft, laws, b, task, tile, TILE: tl.constexpr):
     """Part of a residual's weights that the draft's law takes away."""
     law = load_law(laws.draft, b * draft.steps + task.row)
-    base, entries = row_at(draft, b, task.row)
+    source = in_token_order(row_at(draft, b, task.row))
     scale = (task.draft / law.z).to(tl.float32)
     if draft.linear is not None:
-        found = tl.maximum(load_tile(base, entries, tile, 0.0, TILE), 0.0)
+        found = tl.maximum(load_tile(source, tile, 0.0, TILE), 0.0)
     else:
-        x = load_tile(base, entries, tile, -INFINITY, TILE)
+        x = load_tile(source, tile, -INFINITY, TILE)
         found = weights_of(x, law.max, law.scale, law_threshold(law))
     return scale * found
 
@@ -103,8 +104,8 @@ def draft_weights(draft, laws, b, task, tile, TILE: tl.constexpr):
 @triton.jit
 def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr):
     """Weights of a tile of a residual."""
-    base, entries = row_at(target, b, task.row)
-    x = load_tile(base, entries, tile, -INFINITY, TILE)
+    source = row_at(target, b, task.row)
+    x = load_tile(source, tile, -INFINITY, TILE)
     index = tile * TILE + tl.arange(0, TILE)
     x = tl.where(index == task.excluded, -INFINITY, x)
     scale = (task.target / law.z).to(tl.float32)
@@ -169,17 +170,17 @@ def find_entry(masses, entries, tile, t, TILE: tl.constexpr):
 
 
 @triton.jit
-def draw_from_law(base, entries, law, sums, tiles, u, TILE: tl.constexpr):
-    """Draw from a law whose tiles' sums are known."""
+def draw_from_law(source, law, sums, tiles, u, TILE: tl.constexpr):
+    """Draw an entry from a law whose tiles' sums are known."""
     t = draw_threshold(u, total_of(sums, tiles))
     tile, left = find_tile(sums, tiles, t)
     tile = tl.minimum(tile, tiles - 1)
-    return find_entry(law_masses(base, entries, law, tile, TILE), entries, tile, left, TILE)
+    return find_entry(law_masses(source, law, tile, TILE), source.entries, tile, left, TILE)
 
 
 @triton.jit
-def sum_law(base, entries, law, sums, tiles, split, splits, TILE: tl.constexpr):
+def sum_law(source, law, sums, tiles, split, splits, TILE: tl.constexpr):
     """Write the tiles' sums of a law."""
     for tile in range(split, tiles, splits):
-        masses = law_masses(base, entries, law, tile, TILE)
+        masses = law_masses(source, law, tile, TILE)
         tl.store(sums + tile, tl.sum(masses, 0).to(tl.int64))

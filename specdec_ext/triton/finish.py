@@ -20,7 +20,6 @@ from .law_pass import (
     first_maximum,
     is_wanted,
     summed,
-    value_at,
 )
 from .laws import (
     EXPONENTIAL,
@@ -35,6 +34,7 @@ from .laws import (
     is_greedy,
     row_at,
     store_law,
+    value_at,
 )
 
 
@@ -50,7 +50,7 @@ def linear_law(summaries, row, tiles, value):
 
 @triton.jit
 def exponential_law(
-    batch, summaries, work, base, entries, b, row, tiles, value,
+    batch, summaries, work, source, b, row, tiles, value,
     EXTRA: tl.constexpr, WANT_ARGMAX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Law of a row of logits."""
@@ -65,7 +65,7 @@ def exponential_law(
     argmax = tl.full([], -1, tl.int64)
     if valid:
         if greedy | WANT_ARGMAX:
-            argmax = first_maximum(summaries, base, entries, row, tiles, top, TILE)
+            argmax = first_maximum(summaries, source, row, tiles, top, TILE)
         if EXTRA == RANK:
             extra = summed(summaries.extra, row, tiles)
         if greedy == 0:
@@ -73,7 +73,7 @@ def exponential_law(
             if work is not None:
                 if has_filter(filters):
                     cutoff, z, spread = filtered_law(
-                        work, base, entries, filters, top, scale, row, tiles, EXTRA == ENTROPY, TILE
+                        work, source, filters, top, scale, row, tiles, EXTRA == ENTROPY, TILE
                     )
             if EXTRA == ENTROPY:
                 extra = tl.log(z) - spread / z
@@ -92,13 +92,13 @@ def finish_row(
     b = of // batch.rows.steps
     s = of % batch.rows.steps
     if is_wanted(batch, b, s):
-        base, entries = row_at(batch.rows, b, s)
-        value = value_at(base, entries, drafted_token(batch, b, s))
+        source = row_at(batch.rows, b, s)
+        value = value_at(source, drafted_token(batch, b, s))
         if batch.rows.linear is not None:
             law = linear_law(summaries, row, tiles, value)
         else:
             law = exponential_law(
-                batch, summaries, work, base, entries, b, row, tiles, value,
+                batch, summaries, work, source, b, row, tiles, value,
                 EXTRA, WANT_ARGMAX, TILE,
             )  # fmt: skip
         store_law(laws, row, law)

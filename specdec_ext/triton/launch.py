@@ -18,7 +18,7 @@ from torch import Tensor
 from .cutoff import MAX_CANDIDATES, Work, collect, find_floors
 from .finish import finish_laws
 from .law_pass import NOTHING, Batch, Summaries, law_pass
-from .laws import GROUP, LAW_FIELDS, Rows, Sampling
+from .laws import GROUP, LAW_FIELDS, Mask, Rows, Sampling, TokenMap
 from .philox import Coins
 
 #: Whether kernels are interpreted on the CPU: TRITON_INTERPRET as it was when they were defined.
@@ -70,7 +70,21 @@ def stride_of(tensor: Tensor | None, dim: int = 0) -> int:
     return tensor.stride(dim) if tensor is not None else 0
 
 
-def rows_of(tensor: Tensor, index: Tensor | None = None, *, linear: bool = False) -> Rows:
+def mask_of(words: Tensor | None, num_tokens: int) -> Mask | None:
+    """Describe a mask [R, W] or [B, S, W] over so many tokens."""
+    if words is None:
+        return None
+    return Mask(words, words.stride(0), words.stride(1) if words.dim() == 3 else 0, num_tokens)
+
+
+def rows_of(
+    tensor: Tensor,
+    index: Tensor | None = None,
+    *,
+    linear: bool = False,
+    mask: Mask | None = None,
+    token_map: TokenMap | None = None,
+) -> Rows:
     """Describe [R, V], [B, S, V], or packed [R, V] with an index [B, S]."""
     dense = tensor.dim() == 3
     steps = tensor.shape[1] if dense else 1 if index is None else index.shape[1]
@@ -85,6 +99,8 @@ def rows_of(tensor: Tensor, index: Tensor | None = None, *, linear: bool = False
         stride_of(index),
         stride_of(index, 1),
         tensor.shape[0],
+        mask,
+        token_map,
     )
 
 

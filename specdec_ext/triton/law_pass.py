@@ -22,6 +22,8 @@ from .laws import (
     load_tile,
     row_at,
     support_threshold,
+    tokens_of,
+    value_at,
     weights_of,
 )
 
@@ -80,24 +82,17 @@ def drafted_token(batch, b, s):
 
 
 @triton.jit
-def value_at(base, entries, token):
-    """Value of a row at a token, -inf where the row has no such entry."""
-    inside = (token >= 0) & (token < entries)
-    return tl.load(base + tl.where(inside, token, 0), mask=inside, other=-INFINITY).to(tl.float32)
-
-
-@triton.jit
 def scan_logits(
-    batch, summaries, base, entries, b, s, row, tiles, split, splits,
+    batch, summaries, source, b, s, row, tiles, split, splits,
     EXTRA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Leave maxima and sums of a row's tiles; sums only where T > 0."""
     filters = filters_at(batch.sampling, b, batch.rows.vocab)
     scale = 1.0 / tl.where(is_greedy(filters), 1.0, filters.temperature)
-    value = value_at(base, entries, drafted_token(batch, b, s))
+    value = value_at(source, drafted_token(batch, b, s))
     nothing_cut = tl.full([], -INFINITY, tl.float32)
     for tile in range(split, tiles, splits):
-        x = load_tile(base, entries, tile, -INFINITY, TILE)
+        x = load_tile(source, tile, -INFINITY, TILE)
         top = tl.max(x, 0)
         fine = tl.min((x <= FLOAT_MAX).to(tl.int32), 0)
         reference = tl.maximum(top, -FLOAT_MAX)
@@ -119,10 +114,10 @@ def scan_logits(
 
 
 @triton.jit
-def scan_probabilities(summaries, base, entries, row, tiles, split, splits, TILE: tl.constexpr):
+def scan_probabilities(summaries, source, row, tiles, split, splits, TILE: tl.constexpr):
     """Leave the sums of a row of probabilities."""
     for tile in range(split, tiles, splits):
-        x = load_tile(base, entries, tile, 0.0, TILE)
+        x = load_tile(source, tile, 0.0, TILE)
         fine = tl.min(((x >= 0.0) & (x <= FLOAT_MAX)).to(tl.int32), 0)
         total = tl.sum(x, 0).to(tl.float64)
         tl.store(summaries.sum + row * tiles + tile, tl.where(fine != 0, total, float("nan")))
@@ -137,12 +132,12 @@ def scan_row(
     b = of // batch.rows.steps
     s = of % batch.rows.steps
     if is_wanted(batch, b, s):
-        base, entries = row_at(batch.rows, b, s)
+        source = row_at(batch.rows, b, s)
         if batch.rows.linear is not None:
-            scan_probabilities(summaries, base, entries, row, tiles, split, splits, TILE)
+            scan_probabilities(summaries, source, row, tiles, split, splits, TILE)
         else:
             scan_logits(
-                batch, summaries, base, entries, b, s, row, tiles, split, splits,
+                batch, summaries, source, b, s, row, tiles, split, splits,
                 EXTRA, TILE,
             )  # fmt: skip
 
@@ -215,13 +210,14 @@ def summed(values, row, tiles):
 
 
 @triton.jit
-def first_maximum(summaries, base, entries, row, tiles, top, TILE: tl.constexpr):
-    """Lowest index whose logit equals the row's maximum."""
+def first_maximum(summaries, source, row, tiles, top, TILE: tl.constexpr):
+    """Token of the first entry whose logit equals the row's maximum."""
     best = tl.full([], 0, tl.int32) + tiles - 1
     for start in range(0, tiles, TILE_STEP):
         tile = start + tl.arange(0, TILE_STEP)
         found = tl.load(summaries.max + row * tiles + tile, mask=tile < tiles, other=-INFINITY)
         best = tl.minimum(best, tl.min(tl.where(found == top, tile, tiles - 1), 0))
-    x = load_tile(base, entries, best, -INFINITY, TILE)
+    x = load_tile(source, best, -INFINITY, TILE)
     index = best * TILE + tl.arange(0, TILE)
-    return tl.min(tl.where(x == top, index, entries - 1), 0).to(tl.int64)
+    first = tl.min(tl.where(x == top, index, source.entries - 1), 0)
+    return tokens_of(source, first).to(tl.int64)

@@ -19,6 +19,24 @@ import triton.language as tl
 # ---- what comes in ------------------------------------------------------------------------------
 
 
+class Mask(NamedTuple):
+    """Which tokens each row allows: bit t % 32 of word t / 32, [B, steps, words] int32."""
+
+    words: Any
+    stride_b: Any
+    stride_s: Any
+    num_tokens: Any  # tokens from here on are not allowed
+
+
+class TokenMap(NamedTuple):
+    """A reduced vocabulary: which tokens its entries stand for; see token_map.py."""
+
+    tokens: Any  # [vocab] int32
+    places: Any  # [num_tokens] int32, the entry of a token or -1; None where nothing asks for it
+    broken: Any  # [1] int32, not 0: an id out of range, or a repeated one
+    num_tokens: Any
+
+
 class Rows(NamedTuple):
     """Rows over a vocabulary: dense [B, steps, vocab], or packed [num_rows, vocab] with an index.
 
@@ -35,6 +53,19 @@ class Rows(NamedTuple):
     index_stride_b: Any
     index_stride_s: Any
     num_rows: Any
+    mask: Any  # Mask, or None
+    map: Any  # TokenMap, or None: entry i is token i
+
+
+class Row(NamedTuple):
+    """One row; what its mask hides is in it as an entry of weight 0."""
+
+    data: Any
+    entries: Any  # how many; 0: no such row
+    words: Any  # of its mask, or None
+    known: Any  # tokens that the mask and `places` know
+    tokens: Any  # token of each entry, or None: entry i is token i
+    places: Any  # where each token lies, or None; without `tokens`, entry i is token i there
 
 
 class Sampling(NamedTuple):
@@ -72,7 +103,7 @@ class Law(NamedTuple):
     cutoff: Any
     scale: Any
     z: Any
-    argmax: Any
+    argmax: Any  # a token, as is all that laws say of their rows
     value: Any
     extra: Any
 
@@ -97,31 +128,103 @@ GROUP = tl.constexpr(128)
 
 
 @triton.jit
+def plain_row(data, entries):
+    """Describe a list as a row that hides nothing."""
+    return Row(data, entries, None, entries, None, None)
+
+
+@triton.jit
 def row_at(rows, b, s):
-    """Point to row s of request b, int64 both; also its entries: 0 where a packed index is wild."""
+    """Point to row s of request b, int64 both; no entries where a packed index or a map is wild."""
     offset = b * rows.stride_b + s * rows.stride_s
     entries = rows.vocab
+    known = rows.vocab
+    words = None
+    tokens = None
+    places = None
     if rows.index is not None:
         index = tl.load(rows.index + b * rows.index_stride_b + s * rows.index_stride_s)
         index = index.to(tl.int64)
         present = (index >= 0) & (index < rows.num_rows)
         offset = tl.where(present, index, 0) * rows.stride_b
         entries = tl.where(present, rows.vocab, 0)
-    return rows.data + offset, entries
+    if rows.map is not None:
+        entries = tl.where(tl.load(rows.map.broken) == 0, entries, 0)
+        known = rows.map.num_tokens
+        tokens = rows.map.tokens
+        places = rows.map.places
+    if rows.mask is not None:
+        known = rows.mask.num_tokens
+        words = rows.mask.words + b * rows.mask.stride_b + s * rows.mask.stride_s
+    return Row(rows.data + offset, entries, words, known, tokens, places)
 
 
 @triton.jit
-def load_tile(base, entries, tile, padding, TILE: tl.constexpr):
-    """Load the entries of a tile as floats, `padding` after the row's end.
+def in_token_order(source):
+    """See the row of a reduced vocabulary in the order of the tokens; any other as it is."""
+    found = source
+    if source.places is not None:
+        entries = tl.where(source.entries > 0, source.known, 0)
+        found = Row(source.data, entries, source.words, source.known, None, source.places)
+    return found
+
+
+@triton.jit
+def is_allowed(source, token):
+    """Whether the mask of a row, which has one, allows tokens."""
+    known = (token >= 0) & (token < source.known)
+    word = tl.load(source.words + (tl.where(known, token, 0) >> 5), mask=known, other=0)
+    return known & (((word >> (token & 31).to(tl.int32)) & 1) != 0)
+
+
+@triton.jit
+def tokens_of(source, offsets):
+    """Tokens of the entries at `offsets`, -1 after the row's end in a reduced vocabulary."""
+    tokens = offsets
+    if source.tokens is not None:
+        tokens = tl.load(source.tokens + offsets, mask=offsets < source.entries, other=-1)
+    return tokens
+
+
+@triton.jit
+def hide(source, offsets, values, padding):
+    """Put `padding` where the mask of a row hides its entries, whatever they are."""
+    if source.words is not None:
+        values = tl.where(is_allowed(source, tokens_of(source, offsets)), values, padding)
+    return values
+
+
+@triton.jit
+def load_tile(source, tile, padding, TILE: tl.constexpr):
+    """Load the entries of a tile as floats, `padding` where hidden and after the row's end.
 
     Whole tiles go without a mask, so that an odd vocabulary does not spoil the wide loads.
     """
     offsets = tile * TILE + tl.arange(0, TILE)
-    if tile * TILE + TILE <= entries:
-        values = tl.load(base + offsets).to(tl.float32)
+    if source.places is not None and source.tokens is None:
+        places = tl.load(source.places + offsets, mask=offsets < source.entries, other=-1)
+        values = tl.load(source.data + places, mask=places >= 0, other=padding).to(tl.float32)
+    elif tile * TILE + TILE <= source.entries:
+        values = tl.load(source.data + offsets).to(tl.float32)
     else:
-        values = tl.load(base + offsets, mask=offsets < entries, other=padding).to(tl.float32)
-    return values
+        inside = offsets < source.entries
+        values = tl.load(source.data + offsets, mask=inside, other=padding).to(tl.float32)
+    return hide(source, offsets, values, padding)
+
+
+@triton.jit
+def value_at(source, token):
+    """Value of a row at a token (a scalar), -inf where the row has no such entry or hides it."""
+    place = token
+    inside = (token >= 0) & (token < source.entries)
+    if source.places is not None:
+        known = (token >= 0) & (token < source.known)
+        place = tl.load(source.places + tl.where(known, token, 0), mask=known, other=-1)
+        inside = place >= 0
+    if source.words is not None:
+        inside = inside & is_allowed(source, token)
+    place = tl.where(inside, place, 0)
+    return tl.load(source.data + place, mask=inside, other=-INFINITY).to(tl.float32)
 
 
 # ---- sampling parameters ------------------------------------------------------------------------

@@ -12,8 +12,12 @@ import triton.language as tl
 
 ACCEPT = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
+COUPLED = tl.constexpr(3)
 
 WORD = tl.constexpr(0xFFFFFFFF)
+
+#: The largest float64 below 1; a bare literal would be float32.
+BELOW_ONE = tl.constexpr(0.9999999999999999)
 
 
 class Coins(NamedTuple):
@@ -79,7 +83,7 @@ def is_uniform(u):
 @triton.jit
 def clamp_uniform(u):
     """Clamp to [0, 1 - 2^-53], NaN to 0."""
-    below_one = tl.full([], 0.9999999999999999, tl.float64)  # a bare literal would be float32
+    below_one = tl.full([], BELOW_ONE, tl.float64)
     return tl.where(is_uniform(u), u, tl.where(u >= 1.0, below_one, 0.0))
 
 

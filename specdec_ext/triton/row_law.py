@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import batch_of, compute_laws, launch, rows_of, sampling_of, tiling
+from .launch import batch_of, compute_laws, launch, mask_of, rows_of, sampling_of, tiling
 from .laws import INFINITY, NO_LAW, POINT_MASS, filters_at, load_law
 
 
@@ -34,6 +34,6 @@ def row_law(outputs: tuple[Tensor, ...], call: SimpleNamespace) -> None:
     """Fill the outputs of `specdec_ext.row_law`."""
     rows, vocab = call.logits.shape
     sampling = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
-    batch = batch_of(rows_of(call.logits), sampling)
+    batch = batch_of(rows_of(call.logits, mask=mask_of(call.allowed_mask, vocab)), sampling)
     laws: Any = compute_laws(tiling(vocab), batch, rows, want_argmax=True)
     launch(write_row_laws, rows, sampling, laws, *outputs, vocab, num_warps=1)

@@ -1,7 +1,7 @@
 """sample: one token per row from its law.
 
 Grid and traffic: the laws (law_pass.py, cutoff.py, finish.py), then draw.py: the row once more, and
-one tile. Writes 12 bytes a row.
+one tile; or race.py: the row once more. Writes 12 bytes a row.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .draw import draw_from_law, needs_draw, sum_law
-from .launch import batch_of, coins_of, compute_laws, launch, rows_of, sampling_of, tiling
-from .laws import NO_LAW, POINT_MASS, filters_at, load_law, log_probability, row_at
-from .philox import counter_uniform, is_uniform
+from .launch import batch_of, coins_of, compute_laws, launch, mask_of, rows_of, sampling_of, tiling
+from .laws import NO_LAW, POINT_MASS, filters_at, load_law, log_probability, row_at, tokens_of
+from .philox import COUPLED, counter_uniform, is_uniform
+from .race import find_winners
+from .token_map import token_map_of
+
+#: Tokens of a reduced vocabulary are kept in 32 bits.
+MAX_TOKENS = 2**31
 
 
 @triton.jit(do_not_specialize=["tiles", "splits"])
@@ -26,9 +31,9 @@ def sum_sampled(rows, laws, sums, tiles, splits, TILE: tl.constexpr):
     row = program // splits
     law = load_law(laws, row)
     if needs_draw(law):
-        base, entries = row_at(rows, row, 0)
+        source = row_at(rows, row, 0)
         split = (program % splits).to(tl.int32)
-        sum_law(base, entries, law, sums + row * tiles, tiles, split, splits, TILE)
+        sum_law(source, law, sums + row * tiles, tiles, split, splits, TILE)
 
 
 @triton.jit
@@ -46,24 +51,30 @@ def sample_uniform(coins, b, draft_index, domain):
 @triton.jit(do_not_specialize=["draft_index", "tiles"])
 def draw_sampled(
     rows, sampling, coins, laws, sums, tokens, logprobs, draft_index, domain, tiles,
-    TILE: tl.constexpr,
+    RACED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Draw the tokens. Grid: rows."""
+    """Draw the tokens; RACED: they have won a race. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     law = load_law(laws, row)
-    base, entries = row_at(rows, row, 0)
+    source = row_at(rows, row, 0)
     legal = (law.kind != NO_LAW) & (filters_at(sampling, row, rows.vocab).out_of_range == 0)
     token = tl.full([], -1, tl.int64)
     logprob = tl.full([], float("nan"), tl.float32)
     if legal:
         if law.kind == POINT_MASS:
             token = law.argmax
+            logprob = tl.full([], 0.0, tl.float32)
         else:
-            u = sample_uniform(coins, row, draft_index, domain)
-            if is_uniform(u):
-                token = draw_from_law(base, entries, law, sums + row * tiles, tiles, u, TILE)
-        if token >= 0:
-            logprob = log_probability(law, tl.load(base + token).to(tl.float32))
+            entry = token
+            if RACED:
+                entry = law.extra.to(tl.int64)
+            else:
+                u = sample_uniform(coins, row, draft_index, domain)
+                if is_uniform(u):
+                    entry = draw_from_law(source, law, sums + row * tiles, tiles, u, TILE)
+            if entry >= 0:
+                token = tokens_of(source, entry).to(tl.int64)
+                logprob = log_probability(law, tl.load(source.data + entry).to(tl.float32))
     tl.store(tokens + row, token)
     tl.store(logprobs + row, logprob)
 
@@ -72,23 +83,34 @@ def sample(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> None:
     """Fill the outputs of `specdec_ext.sample`."""
     batch, vocab = call.logits.shape
     tiles = tiling(vocab)
-    rows = rows_of(call.logits)
+    token_map = token_map_of(call.draft_token_ids, MAX_TOKENS, with_places=False)
+    # How many tokens there are is not known here; the words of a mask say which may be drawn.
+    known = (
+        vocab if token_map is None or call.allowed_mask is None else 32 * call.allowed_mask.shape[1]
+    )
+    rows = rows_of(call.logits, mask=mask_of(call.allowed_mask, known), token_map=token_map)
     sampling = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
     coins = coins_of(call.uniforms, call.seeds, call.positions, call.stream)
     laws = compute_laws(tiles, batch_of(rows, sampling), batch)
-    sums = call.logits.new_empty((batch, tiles.number), dtype=torch.int64)
-    splits = tiles.splits(batch)
-    launch(
-        sum_sampled,
-        batch * splits,
-        *(rows, laws, sums, tiles.number, splits),
-        TILE=tiles.size,
-        num_warps=8,
-    )
+    raced = call.domain == COUPLED.value
+    sums = None
+    if raced:
+        find_winners(tiles, rows, coins, laws, call.draft_index)
+    else:
+        sums = call.logits.new_empty((batch, tiles.number), dtype=torch.int64)
+        splits = tiles.splits(batch)
+        launch(
+            sum_sampled,
+            batch * splits,
+            *(rows, laws, sums, tiles.number, splits),
+            TILE=tiles.size,
+            num_warps=8,
+        )
     launch(
         draw_sampled,
         batch,
         *(rows, sampling, coins, laws, sums, *outputs, call.draft_index, call.domain, tiles.number),
+        RACED=raced,
         TILE=tiles.size,
         num_warps=8,
     )

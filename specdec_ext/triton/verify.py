@@ -1,9 +1,10 @@
 """Chain verification: laws of all rows, the rule, then the last draw of every request.
 
-Launches: the laws (2, with filters 4), the rule (1; block 3), the draws (3, raw log-probabilities 3
-more). Traffic: draft and target rows for the laws, a rejected token's two rows twice more for its
-residual, or an accepted draft's last row once; block: see verify_block.py. Workspace is
-O(rows x tiles).
+Launches: the laws (2, with filters 4), the rule (1; block 3, coupled 3), the draws (3; coupled 1;
+raw log-probabilities 3 more), and the map of a reduced draft vocabulary (1 and two fills). Traffic:
+draft and target rows for the laws, a rejected token's two rows twice more for its residual, or an
+accepted draft's last row once; block: see verify_block.py, coupled: race.py. Workspace is
+O(rows x tiles), and of a map O(V).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from .launch import (
     compute_laws,
     draft_sampling_of,
     launch,
+    mask_of,
     rows_of,
     sampling_of,
     stride_of,
@@ -46,10 +48,15 @@ from .law_pass import ENTROPY, NOTHING, RANK, Batch, summed
 from .laws import (
     NO_LAW,
     POINT_MASS,
+    TokenMap,
     load_laws,
     log_probability,
     row_at,
+    value_at,
 )
+from .philox import Coins
+from .race import find_winners
+from .token_map import token_map_of
 from .verify_block import Flow, decide_block, flow_down, node_masses
 from .verify_stepwise import decide_stepwise
 
@@ -98,36 +105,40 @@ def sum_draws(target, draft, laws, tasks, masses, sums, gamma, tiles, splits, TI
                 total = tl.sum(residual_masses(weights, mass), 0)
                 tl.store(sums + b * tiles + tile, total.to(tl.int64))
         else:
-            base, entries = row_at(target, b, task.row)
-            sum_law(base, entries, law, sums + b * tiles, tiles, split, splits, TILE)
+            source = row_at(target, b, task.row)
+            sum_law(source, law, sums + b * tiles, tiles, split, splits, TILE)
 
 
 @triton.jit
 def draw_task(target, draft, laws, task, law, masses, sums, b, tiles, TILE: tl.constexpr):
     """Draw the token of a task."""
-    base, entries = row_at(target, b, task.row)
+    source = row_at(target, b, task.row)
     mass = residual_mass(task, masses, b, tiles)
     total = total_of(sums, tiles)
     if (mass > 0.0) & (total == 0):
         # All weights were rounded to 0: the target's law after all.
         mass = tl.full([], 0.0, tl.float64)
-        sum_law(base, entries, law, sums, tiles, 0, 1, TILE)
+        sum_law(source, law, sums, tiles, 0, 1, TILE)
         tl.debug_barrier()
     if mass > 0.0:
         tile, left = find_tile(sums, tiles, draw_threshold(task.u, total))
         tile = tl.minimum(tile, tiles - 1)
         weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-        token = find_entry(residual_masses(weights, mass), entries, tile, left, TILE)
+        token = find_entry(residual_masses(weights, mass), source.entries, tile, left, TILE)
     else:
-        token = draw_from_law(base, entries, law, sums, tiles, task.u, TILE)
+        token = draw_from_law(source, law, sums, tiles, task.u, TILE)
     return token
 
 
 @triton.jit(do_not_specialize=["gamma", "tiles"])
 def draw_last_tokens(
-    target, draft, laws, tasks, masses, sums, tokens, logprobs, gamma, tiles, TILE: tl.constexpr
-):
-    """Write the last token of every request. Grid: requests. Token 0 where there is no law."""
+    target, draft, laws, tasks, masses, sums, tokens, logprobs, gamma, tiles,
+    RACED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the last token of every request. Grid: requests. Token 0 where there is no law.
+
+    RACED: it has won a race.
+    """
     b = tl.program_id(0).to(tl.int64)
     task = load_task(tasks, b)
     law = target_law(laws, b, task.row, gamma)
@@ -135,11 +146,14 @@ def draw_last_tokens(
     if law.kind == POINT_MASS:
         token = law.argmax
     if needs_draw(law):
-        token = draw_task(target, draft, laws, task, law, masses, sums + b * tiles, b, tiles, TILE)
+        if RACED:
+            token = law.extra.to(tl.int64)
+        else:
+            own = sums + b * tiles
+            token = draw_task(target, draft, laws, task, law, masses, own, b, tiles, TILE)
     logprob = tl.full([], float("nan"), tl.float32)
     if law.kind != NO_LAW:
-        base, _ = row_at(target, b, task.row)
-        logprob = log_probability(law, tl.load(base + token).to(tl.float32))
+        logprob = log_probability(law, value_at(row_at(target, b, task.row), token))
     place = b * (gamma + 1) + task.row
     tl.store(tokens + place, token)
     tl.store(logprobs + place, logprob)
@@ -174,6 +188,9 @@ class _Shape(NamedTuple):
 IGNORE_SAMPLING = ("greedy", "top_beta")
 READ_DRAFT = ("block", "token", "lenient")
 EXTRAS = {"top_beta": RANK, "typical": ENTROPY}
+
+#: The rules that draw take coins; a race brings its own noise.
+_NO_COINS = coins_of(None, None, None, 0)
 
 
 def _decide_block(
@@ -220,26 +237,38 @@ def _decide_stepwise(
     )
 
 
-def _draw(shape: _Shape, target: Batch, draft: Batch | None, laws: Laws, outputs: Outputs) -> None:
+def _draw(
+    shape: _Shape,
+    target: Batch,
+    draft: Batch | None,
+    laws: Laws,
+    outputs: Outputs,
+    *,
+    raced: bool,
+) -> None:
     batch, gamma, _, tiles = shape
     sources = (target.rows, draft and draft.rows, laws, outputs.tasks)
-    masses = laws.target.new_empty((batch, tiles.number))
-    sums = laws.target.new_empty((batch, tiles.number), dtype=torch.int64)
-    splits = tiles.splits(batch)
     tile = dict(TILE=tiles.size, num_warps=8)
-    grid = batch * splits
-    launch(weigh_residuals, grid, *sources, masses, gamma, tiles.number, splits, **tile)
-    launch(sum_draws, grid, *sources, masses, sums, gamma, tiles.number, splits, **tile)
+    masses = sums = None
+    if not raced:
+        masses = laws.target.new_empty((batch, tiles.number))
+        sums = laws.target.new_empty((batch, tiles.number), dtype=torch.int64)
+        splits = tiles.splits(batch)
+        grid = batch * splits
+        launch(weigh_residuals, grid, *sources, masses, gamma, tiles.number, splits, **tile)
+        launch(sum_draws, grid, *sources, masses, sums, gamma, tiles.number, splits, **tile)
     launch(
         draw_last_tokens,
         batch,
         *(*sources, masses, sums, outputs.tokens, outputs.logprobs, gamma, tiles.number),
+        RACED=raced,
         **tile,
     )
 
 
 def _rewrite_logprobs(call: SimpleNamespace, shape: _Shape, outputs: Outputs) -> None:
-    rows = rows_of(call.target_logits, call.target_rows)
+    mask = mask_of(call.allowed_mask, shape.vocab)
+    rows = rows_of(call.target_logits, call.target_rows, mask=mask)
     batch = batch_of(rows, sampling_of(), outputs.tokens, outputs.num_accepted)
     laws = compute_laws(shape.tiles, batch, shape.batch * (shape.gamma + 1))
     launch(
@@ -250,7 +279,11 @@ def _rewrite_logprobs(call: SimpleNamespace, shape: _Shape, outputs: Outputs) ->
     )
 
 
-def _chain_of(call: SimpleNamespace, vocab: int) -> Chain:
+def _coins_of(call: SimpleNamespace) -> Coins:
+    return coins_of(call.uniforms, call.seeds, call.positions, call.stream)
+
+
+def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap | None) -> Chain:
     tokens, kinds = call.draft_tokens, call.draft_kinds
     lengths = call.draft_lengths
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
@@ -266,22 +299,27 @@ def _chain_of(call: SimpleNamespace, vocab: int) -> Chain:
         lengths,
         stride_of(lengths),
         vocab if draft is None else max(vocab, draft.shape[-1]),
+        None if token_map is None else token_map.broken,
         own,
         draft_sampling_of(call) if call.draft_logits is not None else None,
-        coins_of(call.uniforms, call.seeds, call.positions, call.stream),
+        _NO_COINS if call.rule == "coupled" else _coins_of(call),
     )
 
 
-def _batches(call: SimpleNamespace, chain: Chain) -> tuple[Batch, Batch | None]:
+def _batches(
+    call: SimpleNamespace, chain: Chain, token_map: TokenMap | None
+) -> tuple[Batch, Batch | None]:
     """Target rows, and the draft's where the rule reads them."""
     greedy = call.rule in IGNORE_SAMPLING
     drafted = (call.draft_tokens, call.draft_lengths)
-    rows = rows_of(call.target_logits, call.target_rows)
+    mask = mask_of(call.allowed_mask, call.target_logits.shape[-1])
+    rows = rows_of(call.target_logits, call.target_rows, mask=mask)
     target = batch_of(rows, sampling_of(greedy=True) if greedy else chain.target, *drafted)
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     if draft is None or call.rule not in READ_DRAFT or call.draft_tokens.shape[1] == 0:
         return target, None
-    rows = rows_of(draft, call.draft_rows, linear=call.draft_probs is not None)
+    linear = call.draft_probs is not None
+    rows = rows_of(draft, call.draft_rows, linear=linear, mask=mask, token_map=token_map)
     return target, batch_of(rows, chain.draft or sampling_of(), *drafted, chain.target)
 
 
@@ -289,8 +327,10 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
     """Fill the outputs of `specdec_ext.verify`."""
     batch, gamma = call.draft_tokens.shape
     vocab = call.target_logits.shape[-1]
-    chain = _chain_of(call, vocab)
-    target, draft = _batches(call, chain)
+    ids = call.draft_token_ids if call.rule in READ_DRAFT else None
+    token_map = token_map_of(ids, vocab)
+    chain = _chain_of(call, vocab, token_map)
+    target, draft = _batches(call, chain, token_map)
     shape = _Shape(batch, gamma, vocab, tiling(vocab, draft.rows.vocab if draft else 1))
     first_draft = batch * (gamma + 1)
     data = compute_laws(
@@ -302,11 +342,14 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
         extra=EXTRAS.get(call.rule, NOTHING),
     )
     laws = Laws(data, data[first_draft:] if draft else None)
+    raced = call.rule == "coupled"
+    if raced:
+        find_winners(shape.tiles, target.rows, _coins_of(call), data)
     outputs = Outputs(*results, data.new_empty((batch, TASK_FIELDS.value)))
     if call.rule == "block":
         _decide_block(call, shape, target, draft, chain, laws, outputs)
     else:
         _decide_stepwise(call, shape, chain, laws, outputs)
-    _draw(shape, target, draft, laws, outputs)
+    _draw(shape, target, draft, laws, outputs, raced=raced)
     if call.raw_logprobs or call.rule == "top_beta":
         _rewrite_logprobs(call, shape, outputs)

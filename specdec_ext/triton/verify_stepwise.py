@@ -1,4 +1,4 @@
-"""Rules that stop at their first failure: token, greedy, lenient, top_beta, typical.
+"""Rules that stop at their first failure: all but block.
 
 Grid: a program a request. Reads 64 bytes a column and model; the tests of all columns are made at
 once. Numerics: float64.
@@ -47,6 +47,10 @@ def judge(law, proposals, u, greedy, lenience, beta, tau, epsilon, delta, RULE: 
     elif RULE == "typical":
         likely = (p > epsilon) | (p > delta * tl.exp(-law.extra))  # than the smaller of the two
         accepts = tl.where(greedy, certain, likely)
+        chance = accepts.to(tl.float64)
+    elif RULE == "coupled":
+        wins = proposals.token.to(tl.float64) == law.extra
+        accepts = tl.where(greedy, certain, wins)
         chance = accepts.to(tl.float64)
     else:
         bound = proposals.q

@@ -34,6 +34,9 @@ class Requests:
         Whether every request has temperature 0.
     needs_law : bool
         Whether verification reads the law that draft tokens were drawn from.
+    coupled : bool
+        Whether the target will race for each token on the noise of the COUPLED domain: a draft that
+        draws in the same domain is accepted more often.
     """
 
     input_ids: Tensor
@@ -44,6 +47,12 @@ class Requests:
     filters: Mapping[str, Any]
     greedy: bool
     needs_law: bool
+    coupled: bool = False
+
+    @property
+    def domain(self) -> int:
+        """The domain of `specdec_ext.sample` that draft tokens are drawn in."""
+        return 3 if self.coupled else 2
 
     def select(self, rows: Tensor) -> Requests:
         """Keep only these requests."""
@@ -88,8 +97,9 @@ class Drafter(Protocol):
     def propose(self, gamma: int, positions: Tensor) -> Draft:
         """Propose up to ``gamma`` tokens a request; ``positions`` ``[B]`` is where the first goes.
 
-        A sampled token must come from `specdec_ext.sample` in the DRAFT domain, with the request's
-        seed, these positions and its index, or from randomness that verification never sees.
+        A sampled token must come from `specdec_ext.sample` in the domain that `Requests` says, with
+        the request's seed, these positions and its index, or from randomness that verification
+        never sees.
         """
 
     def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:

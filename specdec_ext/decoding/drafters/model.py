@@ -72,6 +72,7 @@ class ModelDrafter:
             seeds=self._requests.seeds,
             positions=positions,
             draft_index=i,
+            domain=self._requests.domain,
             **self._requests.filters,
         ).tokens[:, None]
 
