@@ -186,7 +186,6 @@ FIBRES32 = Backend(
     tolerance=1e-5,
     tv=1e-6,
     shares=ONE_WARP,
-    lacks=NOT_YET,
 )
 FIBRES128 = Backend(
     "fibres128",
@@ -196,7 +195,6 @@ FIBRES128 = Backend(
     tv=1e-6,
     shares=FOUR_WARPS,
     otherwise=0,
-    lacks=NOT_YET,
 )
 HAS_GPU = torch.cuda.is_available()
 TRITON = Backend(

@@ -143,7 +143,8 @@ def hostile_case(seed: int, rule: str, vocab: int = 257) -> VerifyCase:
     put("target_logits", [torch.nan, torch.inf, -torch.inf], 0)
     put("draft_logits", [torch.nan, torch.inf, -torch.inf], 3)
     put("draft_tokens", [vocab, -2, 2**40], 6)
-    put("uniforms", [torch.nan, -0.5, 1.0], 9)
+    if "uniforms" in inputs:
+        put("uniforms", [torch.nan, -0.5, 1.0], 9)
     put("temperature", [torch.nan, -1.0, torch.inf], 12)
     put("top_p", [torch.nan, -0.1], 15)
     put("min_p", [torch.nan, 1.5], 17)
@@ -194,6 +195,50 @@ def check_acceptance(target: Target, seed: int, vocab: int, width: int, dtype: t
     (got,) = target.call("acceptance", *rows, **params)
     expected = reference.acceptance(*rows, **params)
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=5e-6)
+
+
+def check_features(target: Target, seed: int, vocab: int, dtype: torch.dtype, layout: str) -> None:
+    """Masks, a reduced vocabulary and races in the other operators.
+
+    A mask gives what -inf gives, bit for bit; a map gives the tokens of entries; a race that of the
+    CPU.
+    """
+    options = dict(batch=24, gamma=1, vocab=vocab, dtype=dtype, layout=layout, allowed_mask=True)
+    case = make_case(seed, draft_vocab=max(1, vocab // 3), draft_token_ids=True, **options)
+    inputs, params = case.inputs, parameters(case)
+    rows, draft, words = (
+        inputs[name][:, 0] for name in ("target_logits", "draft_logits", "allowed_mask")
+    )
+    ids = inputs["draft_token_ids"]
+    allowed = (words[..., None] >> torch.arange(32) & 1).flatten(-2)[:, :vocab].bool()
+    hidden = rows.masked_fill(~allowed, -torch.inf)
+    draft_hidden = draft.masked_fill(~allowed[:, ids], -torch.inf)
+    dense = torch.full_like(hidden, -torch.inf)
+    dense[:, ids] = draft_hidden
+    u = torch.rand(24, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    noise = dict(seeds=torch.arange(24), positions=torch.arange(24) * 2**33, domain=3)
+    mask = dict(allowed_mask=words)
+
+    def same(name: str, got: Sequence[Any], expected: Sequence[Any], **given: Any) -> None:
+        masked = target.call(name, *got, **given, **mask)
+        assert_same(masked, target.call(name, *expected, **given))
+
+    same("row_law", [rows], [hidden], **params)
+    same("sample", [rows, u], [hidden, u], **params)
+    same("sample", [rows], [hidden], **noise, **params)
+    same("acceptance", [rows, rows], [hidden, hidden], **params)
+    given = dict(draft_token_ids=ids, **mask)
+    tokens, logprobs = target.call("sample", draft, u, **given)
+    entries, of_entries = target.call("sample", draft_hidden, u)
+    known = torch.where(entries < 0, entries, ids.to(entries.device)[entries.clamp(min=0)].long())
+    assert_same([tokens, logprobs], [known, of_entries])
+    (overlap,) = target.call("acceptance", rows, draft, **given)
+    (expected,) = target.call("acceptance", hidden, dense)
+    torch.testing.assert_close(overlap, expected, rtol=0, atol=5e-6, equal_nan=True)
+    for logits, more in ((rows, mask), (draft, given)):
+        raced, _ = target.call("sample", logits, **noise, **more)
+        there, _ = torch.ops.specdec.sample(logits, **noise, **more)
+        assert int((raced.cpu() != there).sum()) <= 1  # near-ties
 
 
 def check_uniforms(target: Target) -> None:
@@ -354,10 +399,14 @@ def large_inputs(
         "target_logits": target,
         "draft_tokens": draft.argmax(2),
         "draft_logits": draft,
-        "uniforms": torch.rand(size, generator=generator, device=device, dtype=torch.float64),
         "temperature": torch.full((batch,), 0.8, device=device),
         "rule": rule,
     }
+    if rule == "coupled":
+        inputs["seeds"] = inputs["positions"] = torch.arange(batch, device=device)
+    else:
+        kind = dict(device=device, dtype=torch.float64)
+        inputs["uniforms"] = torch.rand(size, generator=generator, **kind)
     if filters:
         inputs["top_k"] = torch.full((batch,), 50, device=device)
         inputs["top_p"] = torch.full((batch,), 0.9, device=device)

@@ -22,7 +22,7 @@ import gpu_checks  # noqa: E402
 import specdec_ext  # noqa: E402
 from specdec_ext.testing import VerifyCase, make_case  # noqa: E402
 
-RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical")
+RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
 
 
 def cases() -> Iterator[VerifyCase]:
@@ -36,6 +36,9 @@ def cases() -> Iterator[VerifyCase]:
     yield make_case(8, batch=3, gamma=2, vocab=777, packed=True, dtype=torch.float16)
     yield make_case(9, batch=3, gamma=2, vocab=501, draft="none", philox=True)
     yield make_case(10, batch=3, gamma=2, vocab=501, draft="probs", id_dtype=torch.int32)
+    features = dict(allowed_mask=True, draft_vocab=700, draft_token_ids=True)
+    for seed, rule in enumerate(("block", "token", "coupled"), 12):
+        yield make_case(seed, rule=rule, batch=3, gamma=2, vocab=4133, layout="padded", **features)
     yield gpu_checks.hostile_case(11, "block", vocab=129)
 
 
@@ -56,6 +59,7 @@ def main() -> int:
             gpu_checks.check_row_law(target, 1, 4099, dtype, "padded")
             gpu_checks.check_sample(target, 2, 4099, dtype, "padded")
             gpu_checks.check_acceptance(target, 3, 4099, 517, dtype)
+            gpu_checks.check_features(target, 4, 4099, dtype, "padded")
         gpu_checks.check_uniforms(target)
         print(f"{name}: {count} verifications and the other operators agree with the reference")
     return 0

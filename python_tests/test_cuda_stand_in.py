@@ -216,8 +216,11 @@ OPERATORS = (
     *("row_law", "sample", "verify", "acceptance", "uniforms"),
     *("tree_mask", "compact_kv"),
 )
-STEPWISE = ("token", "greedy", "lenient", "top_beta", "typical")
+STEPWISE = ("token", "greedy", "lenient", "top_beta", "typical", "coupled")
 RULES = ("block", *STEPWISE)
+READ_DRAFT_LAW = ("block", "token", "lenient")
+MASKED = dict(allowed_mask=True)
+REDUCED = dict(draft_vocab=50, draft_token_ids=True)
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
 threads_of_a_block = pytest.mark.parametrize("threads", fibres.THREADS)
@@ -228,12 +231,17 @@ def everything(operators, case):
     inputs = case.inputs
     logits, draft = inputs["target_logits"][:, 0], inputs["draft_logits"][:, 0]
     params = {name: inputs[name] for name in FILTERS if name in inputs}
+    if "allowed_mask" in inputs:
+        params["allowed_mask"] = inputs["allowed_mask"][:, 0]
+    ids = {"draft_token_ids": inputs["draft_token_ids"]} if "draft_token_ids" in inputs else {}
     seeds = torch.arange(case.batch)
+    noise = dict(seeds=seeds, positions=seeds)
     return [
         *operators.verify(**inputs),
         *operators.row_law(logits, **params),
-        *operators.sample(logits, seeds=seeds, positions=seeds, **params),
-        operators.acceptance(logits, draft, **params),
+        *operators.sample(logits, **noise, **params),
+        *operators.sample(draft, **noise, **params, **ids, domain=3),
+        operators.acceptance(logits, draft, **params, **ids),
         operators.uniforms(seeds, seeds, 7),
     ]
 
@@ -266,7 +274,10 @@ def test_a_kernel_that_breaks_is_an_error_of_the_operator(threads):
 @pytest.mark.parametrize("rule", RULES)
 def test_order_of_blocks_and_threads_changes_nothing(threads, rule):
     operators = fibres.operators(threads)
-    case = make_case(7, batch=3, gamma=3, vocab=5003, rule=rule, philox=True, raw_logprobs=True)
+    features = dict(allowed_mask=True, draft_token_ids=True, draft_vocab=2001)
+    case = make_case(
+        7, batch=3, gamma=3, vocab=5003, rule=rule, philox=True, raw_logprobs=True, **features
+    )
     expected = everything(operators, case)
     for seed in range(3):
         fibres.seed(threads, seed)
@@ -319,6 +330,42 @@ def test_filters_cost_one_launch(rule):
     assert asked.launches <= fibres.asked_by(32, without).launches + 1
 
 
+def launches(name, *args, **kwargs):
+    return fibres.asked_by(
+        32, lambda: getattr(fibres.operators(32), name)(*args, **kwargs)
+    ).launches
+
+
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_masks_cost_no_launch_and_a_reduced_vocabulary_two(rule, filters):
+    def of(**features):
+        case = make_case(3, batch=4, vocab=97, rule=rule, filters=filters, **features)
+        return launches("verify", **case.inputs)
+
+    assert of(**MASKED) == of()
+    reduced = of(draft_vocab=50) + (2 if rule in READ_DRAFT_LAW else 0)
+    assert of(**REDUCED) == of(**REDUCED, **MASKED) == reduced
+
+
+def test_launches_of_other_operators_under_masks_and_maps():
+    logits, seeds = torch.zeros(3, 50), torch.arange(3)
+    ids = dict(draft_token_ids=seeds.new_tensor(range(50)))
+    noise = dict(seeds=seeds, positions=seeds)
+    mask = dict(allowed_mask=torch.full((3, 2), -1, dtype=torch.int32))
+    for given in ({}, mask):
+        assert launches("row_law", logits, **given) == 2
+        for domain in (1, 2, 3):
+            assert launches("sample", logits, **noise, domain=domain, **given) == 2
+            assert launches("sample", logits, **noise, domain=domain, **given, **ids) == 4
+        assert launches("acceptance", logits, logits, **given) == 2
+        assert launches("acceptance", logits, logits, **given, **ids) == 4
+    # Nothing to do, nothing launched: not even for the map.
+    nobody = logits[:0], dict(seeds=seeds[:0], positions=seeds[:0])
+    assert launches("sample", nobody[0], **nobody[1], **ids) == 0
+    assert launches("acceptance", nobody[0], nobody[0], **ids) == 0
+
+
 def test_launches_do_not_grow_with_the_batch():
     for rule in RULES:
         few, many = (fibres.asked_by(32, plain(rule, batch=batch)).launches for batch in (1, 50))
@@ -352,6 +399,126 @@ def test_other_operators_allocate_little(name):
             32, lambda p=params: getattr(fibres.operators(32), name)(*arguments, **p)
         )
         assert asked.launches <= 3 and asked.bytes < logits.numel() / 4
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_scratch_of_masks_races_and_maps(rule):
+    # A mask takes none. A race takes 16 bytes a tile; a map 4 bytes an entry and 4 a token.
+    batch, gamma, vocab, width = 2, 3, 40_001, 9_000
+    tiles = -(-vocab // 512)
+
+    def of(**features):
+        case = make_case(3, batch=batch, gamma=gamma, vocab=vocab, rule=rule, **features)
+        asked = fibres.asked_by(32, lambda: fibres.operators(32).verify(**case.inputs))
+        assert asked.allocations == 1
+        return asked.bytes
+
+    plain = of(draft_vocab=width)
+    assert of(draft_vocab=width, **MASKED) == plain
+    extra = of(draft_vocab=width, draft_token_ids=True) - plain
+    if rule in READ_DRAFT_LAW:
+        assert 0 <= extra - 4 * (width + vocab) < 4096
+    else:
+        assert extra == 0
+    if rule == "coupled":
+        other = make_case(3, batch=batch, gamma=gamma, vocab=vocab, rule="typical", philox=True)
+        asked = fibres.asked_by(32, lambda: fibres.operators(32).verify(**other.inputs))
+        assert 0 <= plain - asked.bytes - 16 * batch * (gamma + 1) * tiles < 4096
+
+
+# --------------------------------------------------------------------------------------------------
+# Tiles under masks, maps and races
+# --------------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def a_mask(generator, *shape, vocab):
+    """A random mask, its rows anywhere in memory, with bits beyond the vocabulary; as booleans."""
+    width = -(-vocab // 32)
+    words = torch.randint(-(2**31), 2**31, (*shape, width + 3), generator=generator).int()
+    words = words[..., 1 : width + 1]
+    bits = words[..., None] >> torch.arange(32) & 1
+    return words, bits.flatten(-2)[..., :vocab].bool()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tail", [-9, 0, 1, 45, 133])
+@threads_of_a_block
+def test_masked_tiles_are_those_of_masked_logits(threads, tail, dtype):
+    # Two whole tiles and a bit, misaligned rows; hidden entries hold NaN.
+    operators = fibres.operators(threads)
+    vocab = 2 * 16 * threads + tail
+    generator = torch.Generator().manual_seed(vocab)
+    rows = torch.randn(2, 3, vocab + 3, generator=generator).mul(3).to(dtype)[..., 1 : vocab + 1]
+    words, allowed = a_mask(generator, 3, vocab=vocab)
+    seen = rows.masked_fill(~allowed, torch.nan)
+    hidden = rows.masked_fill(~allowed, -torch.inf)
+    seeds = torch.arange(3)
+    noise = dict(seeds=seeds, positions=seeds)
+
+    def law_and_draws(given, **params):
+        return [
+            *operators.row_law(given[0], **params),
+            *operators.sample(given[0], **noise, **params),
+            *operators.sample(given[0], **noise, **params, domain=3),
+            operators.acceptance(*given, **params),
+        ]
+
+    for params in ({}, dict(top_k=torch.tensor([5, 0, 600]), top_p=torch.tensor([1.0, 0.7, 1.0]))):
+        masked = law_and_draws(seen, **params, allowed_mask=words)
+        assert_same(masked, law_and_draws(hidden, **params))
+    # A draft vocabulary that ends within the mask's last word, or after it.
+    for width in (vocab - 1, vocab + 70):
+        draft = torch.randn(3, width, generator=generator).to(dtype)
+        legal = torch.zeros(3, width, dtype=torch.bool)
+        both = min(vocab, width)
+        legal[:, :both] = allowed[:, :both]
+        got = operators.acceptance(seen[0], draft, allowed_mask=words)
+        assert_same([got], [operators.acceptance(hidden[0], draft.masked_fill(~legal, -torch.inf))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tail", [-9, 1, 133])
+@threads_of_a_block
+def test_tiles_in_token_order(threads, tail, dtype):
+    # Residuals and overlaps of a map that is a permutation: those of permuted rows, bit for bit but
+    # for the draft's z, which is summed in another order.
+    operators = fibres.operators(threads)
+    vocab = 2 * 16 * threads + tail
+    generator = torch.Generator().manual_seed(vocab)
+    target = torch.randn(2, 3, vocab, generator=generator).mul(2).to(dtype)
+    draft = torch.randn(2, 2, vocab, generator=generator).mul(2).to(dtype)
+    ids = torch.randperm(vocab, generator=generator)
+    straight = torch.empty_like(draft)
+    straight[..., ids] = draft
+    words, _ = a_mask(generator, 2, 3, vocab=vocab)
+    tokens = torch.randint(vocab, (2, 2), generator=generator)
+    u = torch.rand(2, 3, generator=generator, dtype=torch.float64)
+    for mask in ({}, dict(allowed_mask=words)):
+        for rule in ("block", "token"):
+            given = dict(uniforms=u, rule=rule, full_accept_probs=True, **mask)
+            got = operators.verify(target, tokens, draft, draft_token_ids=ids, **given)
+            expected = operators.verify(target, tokens, straight, **given)
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=2e-6, equal_nan=True)
+        first = {k: v[:, 0] for k, v in mask.items()}
+        got = operators.acceptance(target[:, 0], draft[:, 0], draft_token_ids=ids, **first)
+        expected = operators.acceptance(target[:, 0], straight[:, 0], **first)
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+def test_races_do_not_depend_on_who_takes_which_tiles():
+    # 1,400 rows of 3 tiles: a block takes two of them. One row: a block takes one.
+    operators = fibres.operators(32)
+    table = torch.randn(4, 1100, generator=torch.Generator().manual_seed(1)).bfloat16()
+    seeds = torch.arange(4)
+
+    def race(rows):
+        return operators.sample(table[rows], seeds=seeds[rows], positions=seeds[rows], domain=3)
+
+    alone = [torch.cat(outputs) for outputs in zip(*(race([k]) for k in range(4)), strict=True)]
+    assert_same(race([0, 1, 2, 3] * 350), [output.repeat(350) for output in alone])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def test_other_operators(target, vocab, dtype, layout):
     checks.check_sample(target, vocab, vocab, dtype, layout)
     checks.check_acceptance(target, vocab, vocab, vocab, dtype)
     checks.check_acceptance(target, vocab, vocab, vocab + 2, dtype)
+    checks.check_features(target, vocab, vocab, dtype, layout)
 
 
 def test_uniforms(target):
@@ -245,7 +246,7 @@ def test_extra_memory_is_small(on_gpu, rule, filters):
 
 
 @pytest.mark.parametrize("batch", [1, 32])
-@pytest.mark.parametrize("rule, most", [("token", 3), ("block", 4)])
+@pytest.mark.parametrize("rule, most", [("token", 3), ("block", 4), ("coupled", 3)])
 def test_launches(on_gpu, rule, most, batch):
     if on_gpu.name != "cuda":
         pytest.skip("the bound is that of the CUDA kernels")

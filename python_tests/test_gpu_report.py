@@ -37,7 +37,7 @@ from peers import Sampling  # noqa: E402
 
 CPU = torch.device("cpu")
 TARGET = Target("cpu", CPU)
-RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical")
+RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
 
 
 # ---- the checks of test_gpu.py ------------------------------------------------------------------
@@ -51,6 +51,7 @@ def test_parity_checks_pass_on_the_cpu():
     checks.check_row_law(TARGET, 1, 33, torch.bfloat16, "padded")
     checks.check_sample(TARGET, 2, 33, torch.float16, "contiguous")
     checks.check_acceptance(TARGET, 3, 33, 17, torch.float32)
+    checks.check_features(TARGET, 4, 33, torch.float16, "padded")
     checks.check_uniforms(TARGET)
     checks.check_empty(TARGET)
     checks.check_exact_law(TARGET, "block", 0, dtype=torch.bfloat16, temperature=0.7, top_k=2)

@@ -49,8 +49,10 @@ SPECDEC_HD double exponential_noise(uint64_t w) {
 SPECDEC_HD double race_noise(const Race& race, int64_t token) {
   const PhiloxWords words =
       philox4x32_10(race.seed, race_counter(race, static_cast<uint32_t>(token >> 1)));
-  const int pair = (token & 1) != 0 ? 2 : 0;
-  return exponential_noise(static_cast<uint64_t>(words.word[pair + 1]) << 32 | words.word[pair]);
+  // No index that a compiler does not know: that would move the words from registers to memory.
+  const bool odd = (token & 1) != 0;
+  const uint64_t high = odd ? words.word[3] : words.word[1];
+  return exponential_noise(high << 32 | (odd ? words.word[2] : words.word[0]));
 }
 
 // Whether `a` comes in before `b`; the lower entry does if both arrive at once.

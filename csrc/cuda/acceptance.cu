@@ -3,11 +3,13 @@
 // Launches: scan_rows over the rows of both (law_pass.cuh); with filters a block a row for the
 // cutoffs (cutoff.cuh); the overlap, a block for a few tiles of a pair of rows, the pair's last
 // block adding them up. Reads 2 or 4 bytes per vocabulary entry of both rows, twice (the second
-// time from L2 as a rule); writes 4 bytes a row. Numerics: fp32 within a thread, float64 in tile
-// order above.
+// time from L2 as a rule), and what a mask costs (tile.cuh); writes 4 bytes a row. A reduced draft
+// vocabulary takes two launches more (token_map.cuh). Numerics: fp32 within a thread, float64 in
+// tile order above.
 #include "kernels.h"
 #include "row_laws.cuh"
 #include "shared.cuh"
+#include "token_map.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -19,16 +21,17 @@ struct Rows {
 
   __device__ FilteredRow operator()(int64_t r) const {
     if (r < p.rows) {
-      return {row_at(p.target, r, 0), filters_at(p.target_sampling, r, p.target.vocab)};
+      return {target_row(p, r), filters_at(p.target_sampling, r, p.target.vocab)};
     }
     r -= p.rows;
-    return {row_at(p.draft, r, 0), filters_at(p.draft_sampling, r, p.draft.vocab)};
+    return {draft_row(p, r), filters_at(p.draft_sampling, r, p.draft.vocab)};
   }
 };
 
 struct Pair {
   LawRow target;
   LawRow draft;
+  Row draft_by_token;
   bool defined;  // else the overlap is NaN
 };
 
@@ -41,10 +44,8 @@ __device__ bool known_overlap(const Pair& pair, double* overlap) {
   const LawRow& point = target_is_point ? pair.target : pair.draft;
   const LawRow& other = target_is_point ? pair.draft : pair.target;
   if (!point.law.point_mass) return false;
-  const int64_t token = point.law.argmax;
-  *overlap = token < other.row.vocab
-                 ? law_probability(other.law, row_value(other.row, token), token)
-                 : 0.0;
+  const int64_t entry = entry_of_token(other.row, token_of_entry(point.row, point.law.argmax));
+  *overlap = entry >= 0 ? law_probability(other.law, row_value(other.row, entry), entry) : 0.0;
   return true;
 }
 
@@ -58,17 +59,20 @@ __device__ void load_pair(const Rows& rows, const LawScratch& s, int64_t r, Pair
     if (threadIdx.x % kWarp == 0) (side == 0 ? shared->target : shared->draft) = {task.row, law};
   }
   __syncthreads();
-  if (threadIdx.x == 0) shared->defined = shared->target.law.valid && shared->draft.law.valid;
+  if (threadIdx.x == 0) {
+    shared->draft_by_token = in_token_order(shared->draft.row);
+    shared->defined = shared->target.law.valid && shared->draft.law.valid;
+  }
   __syncthreads();
 }
 
 __device__ double thread_overlap(const Pair& pair, int64_t tile) {
   RawTile target_raw, draft_raw;
   load_tile<Layout::kStriped>(pair.target.row, tile, &target_raw);
-  load_tile<Layout::kStriped>(pair.draft.row, tile, &draft_raw);
+  load_tile<Layout::kStriped, true>(pair.draft_by_token, tile, &draft_raw);
   float p[kPerThread], q[kPerThread];
-  widen_tile(pair.target.row.element, target_raw, p);
-  widen_tile(pair.draft.row.element, draft_raw, q);
+  widen_tile<Layout::kStriped>(pair.target.row, tile, target_raw, p);
+  widen_tile<Layout::kStriped>(pair.draft_by_token, tile, draft_raw, q);
   const ExpWeight target_weight(pair.target.law), draft_weight(pair.draft.law);
   const float target_scale = static_cast<float>(1.0 / pair.target.law.z);
   const float draft_scale = static_cast<float>(1.0 / pair.draft.law.z);
@@ -106,7 +110,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 }  // namespace
 
-void acceptance(const AcceptanceParams& p, const Gpu& gpu) {
+void acceptance(const AcceptanceParams& given, const Gpu& gpu) {
+  if (given.rows == 0) return;
+  AcceptanceParams p = given;
   Workspace workspace;
   const int64_t target_tiles = num_tiles(p.target.vocab);
   const int64_t draft_tiles = num_tiles(p.draft.vocab);
@@ -114,7 +120,9 @@ void acceptance(const AcceptanceParams& p, const Gpu& gpu) {
   const bool filters = has_filter_arrays(p.target_sampling) || has_filter_arrays(p.draft_sampling);
   const LawReservation reserved = reserve_laws(&workspace, 2 * p.rows, tiles, filters);
   const auto tile_sums = workspace.reserve<double>(p.rows * target_tiles);
+  const MapReservation map = reserve_map(&workspace, p.map);
   workspace.allocate(gpu);
+  launch_map(gpu, workspace, map, &p.map);
   const LawScratch s = laws_at(workspace, reserved, 2 * p.rows, tiles, filters);
   launch_laws(gpu, Rows{p}, s);
   const int64_t splits = splits_for(p.rows, target_tiles);

@@ -6,6 +6,7 @@
 #include "block.cuh"
 #include "draw.cuh"
 #include "law_pass.cuh"
+#include "race.cuh"
 #include "shared.cuh"
 
 namespace specdec {
@@ -42,16 +43,18 @@ struct Scratch {
   int64_t tiles = 0;   // of the wider vocabulary: the stride of a row's tiles
   int64_t groups = 0;  // likewise
   bool finished = false;
+  bool races = false;
   TileSummary* summaries = nullptr;  // [B, rows, tiles]
   float* group_max = nullptr;        // [B, rows, groups], with filters
   RowLaw* laws = nullptr;            // [B, rows], if finished
-  double* extras = nullptr;          // [B, rows], if finished
+  double* extras = nullptr;          // [B, rows], if finished, or with races: their winners
+  Runner* runners = nullptr;         // [B, rows, tiles], with races
   NodeState* nodes = nullptr;        // [B, gamma + 1], block rule
   double* node_masses = nullptr;     // [B, gamma + 1, tiles], block rule
   double* draw_masses = nullptr;     // [B, tiles]
   uint64_t* tile_sums = nullptr;     // [B, tiles]
   Outcome* outcomes = nullptr;       // [B]
-  uint32_t* counters = nullptr;      // [B]
+  uint32_t* counters = nullptr;      // [B, rows], all 0 after scan_laws
 };
 
 // ---- requests and rows ---
@@ -87,7 +90,7 @@ __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared)
 struct RowTask {
   Row row;  // data == nullptr: nobody asks for this row
   Filters filters;
-  ExtraTask extra{Extra::kNone, 0.0f};
+  ExtraTask extra;
 };
 
 __device__ RowTask row_task(const VerifyParams& p, const Request& r, int64_t slot) {
@@ -100,13 +103,7 @@ __device__ RowTask row_task(const VerifyParams& p, const Request& r, int64_t slo
   }
   if (i <= r.drafted) task.row = target_row(p, r.b, i);
   task.filters = r.target_filters;
-  if (i >= r.drafted || task.row.data == nullptr) return task;
-  const int64_t token = load_id(p.draft_tokens, r.b, i);
-  if (p.rule == Rule::kTopBeta && token < task.row.vocab) {
-    task.extra = {Extra::kRank, row_value(task.row, token)};
-  } else if (p.rule == Rule::kTypical && !r.greedy) {
-    task.extra = {Extra::kEntropy, 0.0f};
-  }
+  if (task.row.data != nullptr) task.extra = extra_task(p, r, i, task.row);
   return task;
 }
 
@@ -121,6 +118,7 @@ __device__ Unit this_unit(int64_t splits) {
 }
 
 // Scans this block's share of a row, unless nobody asks for it.
+template <bool kMasked>
 __device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, int64_t split,
                            int64_t splits) {
   if (task.row.data == nullptr) return;
@@ -128,8 +126,8 @@ __device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, i
   float* group_max = s.group_max != nullptr
                          ? s.group_max + row * s.groups + share.first * num_groups(kTile)
                          : nullptr;
-  scan_tiles(task.row, task.filters, false, task.extra, share.first, share.last,
-             s.summaries + row * s.tiles + share.first, group_max);
+  scan_tiles<kMasked>(task.row, task.filters, false, task.extra, share.first, share.last,
+                      s.summaries + row * s.tiles + share.first, group_max);
 }
 
 // ---- laws of one request ---
@@ -163,7 +161,7 @@ __device__ Laws gather_laws(const VerifyParams& p, const Scratch& s, const Reque
     }
   }
   __syncthreads();
-  return {storage->laws.data(), storage->extras};
+  return {storage->laws.data(), s.races ? s.extras + first_row : storage->extras};
 }
 
 __device__ LawRow target_law_row(const VerifyParams& p, const Request& r, const Laws& laws,
@@ -197,8 +195,8 @@ __device__ void close_decision(const VerifyParams& p, const Scratch& s, Request*
   if (split == 0) {
     write_accepted(p, *r, threadIdx.x, kThreads);
     if (threadIdx.x == 0) {
-      if (r->draw.target_law.point_mass) {  // nothing to draw
-        r->draw.token = r->draw.target_law.argmax;
+      if (r->draw.target_law.valid && !needs_draw(r->draw)) {  // known already
+        if (r->draw.target_law.point_mass) r->draw.token = r->draw.target_law.argmax;
         write_extra_token(p, r->b, r->accepted, r->draw);
       }
       s.outcomes[r->b] = {r->accepted, r->draw};

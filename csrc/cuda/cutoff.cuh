@@ -77,6 +77,7 @@ struct CandidateSource {
   }
 };
 
+template <bool kMasked>
 struct RowSource {
   const Row& row;
 
@@ -86,7 +87,7 @@ struct RowSource {
       RawTile raw;
       float x[kPerThread];
       load_tile<Layout::kStriped>(row, tile, &raw);
-      widen_tile(row.element, raw, x);
+      widen_tile<Layout::kStriped, kMasked>(row, tile, raw, x);
       // Masked entries and those past the row have no part in any selection.
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
@@ -184,7 +185,16 @@ __device__ __forceinline__ void load_vector_at(const Row& row, int64_t first, Ra
   }
 }
 
+__device__ __forceinline__ void hide_in_vector(const Row& row, int64_t first, float* x) {
+  const uint32_t allowed = allowed_in_vector(row, first);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    if ((allowed >> j & 1u) == 0) x[j] = nothing(row);
+  }
+}
+
 // All finite entries >= floor of a row as candidates; false if they do not fit.
+template <bool kMasked>
 __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const float* group_max,
                                      float floor, CandidateSource* out) {
   constexpr int kInFlight = 4;
@@ -193,6 +203,9 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
   if (!list_groups(memory, group_max, num_tiles(row.vocab) * kTileGroups, floor, &groups)) {
     return false;
   }
+  const auto first_of = [=](int32_t at) {
+    return int64_t{memory->groups[at / kVectors]} * kGroup + at % kVectors * kVector;
+  };
   if (threadIdx.x == 0) memory->count = 0;
   __syncthreads();
   for (int32_t base = threadIdx.x; base < groups * kVectors; base += kInFlight * kThreads) {
@@ -201,14 +214,14 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
     for (int i = 0; i < kInFlight; ++i) {
       const int32_t at = base + i * kThreads;
       if (at >= groups * kVectors) continue;
-      const int64_t first = int64_t{memory->groups[at / kVectors]} * kGroup;
-      load_vector_at(row, first + at % kVectors * kVector, &raw[i]);
+      load_vector_at(row, first_of(at), &raw[i]);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       if (base + i * kThreads >= groups * kVectors) continue;
       float x[kVector];
       widen_vector(row.element, raw[i], x);
+      if (kMasked) hide_in_vector(row, first_of(base + i * kThreads), x);
       append(memory, x, kVector, [=](float v) { return v >= floor && v > -INFINITY; });
     }
   }
@@ -286,12 +299,13 @@ struct LogWeightBin {
 };
 
 // The entries of one bin that a law keeps; false if they do not fit.
+template <bool kMasked>
 __device__ __forceinline__ bool collect_bin(CutoffMemory* memory, const Row& row, const RowLaw& law,
                                             int bin, CandidateSource* out) {
   const LogWeightBin bin_of(law);
   if (threadIdx.x == 0) memory->count = 0;
   __syncthreads();
-  RowSource{row}([&](float x) {
+  RowSource<kMasked>{row}([&](float x) {
     append(memory, &x, 1, [&](float v) { return v >= law.cutoff && bin_of(v) == bin; });
   });
   __syncthreads();
@@ -302,13 +316,14 @@ __device__ __forceinline__ bool collect_bin(CutoffMemory* memory, const Row& row
 
 // The lowest logit for which the mass strictly above it is < top_p of the total: first its bin,
 // then a selection among the logits of that bin.
+template <bool kMasked>
 __device__ inline float top_p_in_row(CutoffMemory* memory, const Row& row, const RowLaw& law,
                                      double top_p) {
   const Mass mass(law);
   const LogWeightBin bin_of(law);
   clear_histogram(memory);
   uint64_t total = 0;
-  RowSource{row}([&](float x) {
+  RowSource<kMasked>{row}([&](float x) {
     const uint64_t weight = mass(x);
     total += weight;
     if (weight > 0) shared_add(&memory->histogram[bin_of(x)], weight);
@@ -320,10 +335,11 @@ __device__ inline float top_p_in_row(CutoffMemory* memory, const Row& row, const
   int bin = 0;
   float cutoff = law.cutoff;
   CandidateSource candidates{};
-  if (find_bin(memory, bound, &above, &bin) && collect_bin(memory, row, law, bin, &candidates)) {
+  if (find_bin(memory, bound, &above, &bin) &&
+      collect_bin<kMasked>(memory, row, law, bin, &candidates)) {
     select_value(memory, candidates, bound, above, mass, &cutoff);
   } else {
-    select_value(memory, RowSource{row}, bound, 0, mass, &cutoff);
+    select_value(memory, RowSource<kMasked>{row}, bound, 0, mass, &cutoff);
   }
   return cutoff;
 }
@@ -373,21 +389,25 @@ __device__ inline bool narrow_candidates(CutoffMemory* memory, const CandidateSo
   return true;
 }
 
+template <bool kMasked>
 __device__ inline void narrow_row(CutoffMemory* memory, const Row& row, const Filters& filters,
                                   RowLaw* law, double* entropy) {
-  const RowSource source{row};
+  const RowSource<kMasked> source{row};
   if (has_top_k(filters)) {
     select_value(memory, source, static_cast<uint64_t>(filters.top_k), 0, One{}, &law->cutoff);
   }
-  if (has_top_p(filters)) raise(&law->cutoff, top_p_in_row(memory, row, *law, filters.top_p));
+  if (has_top_p(filters))
+    raise(&law->cutoff, top_p_in_row<kMasked>(memory, row, *law, filters.top_p));
   if (has_min_p(filters)) {
     raise(&law->cutoff, min_p_cutoff(law->max, filters.temperature, filters.min_p));
   }
   sum_kept(source, law, entropy);
 }
 
-// The law of any row, from what scan_tiles left. Collective over the block, result in every thread.
-// group_max: null where no row has a filter. `extra_value`: where the rank or entropy goes.
+// The law of any row (kMasked: all have a mask, else none), from what scan_tiles left. Collective
+// over the block, result in every thread. group_max: null where no row has a filter. `extra_value`:
+// where the rank or entropy goes.
+template <bool kMasked>
 __device__ inline RowLaw finish_law(const Row& row, const Filters& filters, bool want_argmax,
                                     const ExtraTask& extra, const TileSummary* tiles,
                                     const float* group_max, double* extra_value) {
@@ -398,12 +418,12 @@ __device__ inline RowLaw finish_law(const Row& row, const Filters& filters, bool
   const RowLaw unfiltered = law;
   const float floor = kept_floor(&memory, row, filters, group_max, law);
   CandidateSource candidates{};
-  if (collect_above(&memory, row, group_max, floor, &candidates) &&
+  if (collect_above<kMasked>(&memory, row, group_max, floor, &candidates) &&
       narrow_candidates(&memory, candidates, floor, filters, &law, entropy)) {
     return law;
   }
   law = unfiltered;
-  narrow_row(&memory, row, filters, &law, entropy);
+  narrow_row<kMasked>(&memory, row, filters, &law, entropy);
   return law;
 }
 

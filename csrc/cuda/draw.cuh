@@ -13,15 +13,16 @@
 namespace specdec {
 namespace cuda {
 
-// Weights of this thread's entries of a tile, under the target's law or the residual.
-template <Layout kLayout>
+// Weights of this thread's entries of a tile, under the target's law or the residual. kMapped: the
+// draft may have a reduced vocabulary.
+template <Layout kLayout, bool kMapped>
 __device__ __forceinline__ void tile_weights(const DrawTask& task, bool residual, int64_t tile,
                                              float* w) {
   const bool has_draft = residual && task.draft.data != nullptr;
   RawTile target_raw, draft_raw;
   load_tile<kLayout>(task.target, tile, &target_raw);
-  if (has_draft) load_tile<kLayout>(task.draft, tile, &draft_raw);
-  widen_tile(task.target.element, target_raw, w);
+  if (has_draft) load_tile<kLayout, kMapped>(task.draft, tile, &draft_raw);
+  widen_tile<kLayout>(task.target, tile, target_raw, w);
   if (residual) exclude<kLayout>(task.target, tile, task.excluded, w);
   const ExpWeight target_weight(task.target_law);
 #pragma unroll
@@ -32,7 +33,7 @@ __device__ __forceinline__ void tile_weights(const DrawTask& task, bool residual
   for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale, w[j]);
   if (!has_draft) return;
   float q[kPerThread];
-  widen_tile(task.draft.element, draft_raw, q);
+  widen_tile<kLayout>(task.draft, tile, draft_raw, q);
   if (!task.draft_law.linear) {
     const ExpWeight draft_weight(task.draft_law);
 #pragma unroll
@@ -48,7 +49,7 @@ __device__ inline void residual_mass_tiles(const DrawTask& task, int64_t first, 
                                            double* out) {
   sum_each_tile(first, last, out, [&](int64_t tile) {
     float w[kPerThread];
-    tile_weights<Layout::kStriped>(task, true, tile, w);
+    tile_weights<Layout::kStriped, true>(task, true, tile, w);
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) sums[j % 4] += w[j];
@@ -64,6 +65,7 @@ __device__ __forceinline__ double sum_tiles(const double* values, int64_t n) {
 }
 
 // What is drawn from: the law, or the residual in units of 1 / unit.
+template <bool kMapped>
 struct DrawWeights {
   const DrawTask& task;
   bool residual;
@@ -71,43 +73,28 @@ struct DrawWeights {
 
   template <Layout kLayout>
   __device__ __forceinline__ void at_tile(int64_t tile, float* w) const {
-    tile_weights<kLayout>(task, residual, tile, w);
+    tile_weights<kLayout, kMapped>(task, residual, tile, w);
   }
   __device__ __forceinline__ uint64_t fixed(float weight) const {
     return residual ? fixed_weight(weight, unit) : fixed_weight(weight);
   }
 };
 
-template <Layout kLayout>
-__device__ __forceinline__ uint64_t thread_fixed_sum(const DrawWeights& weights, int64_t tile) {
+template <Layout kLayout, typename Weights>
+__device__ __forceinline__ uint64_t thread_fixed_sum(const Weights& weights, int64_t tile) {
   float w[kPerThread];
-  weights.at_tile<kLayout>(tile, w);
+  weights.template at_tile<kLayout>(tile, w);
   uint64_t sum = 0;
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) sum += weights.fixed(w[j]);
   return sum;
 }
 
-__device__ __forceinline__ void fixed_sum_tiles(const DrawWeights& weights, int64_t first,
-                                                int64_t last, uint64_t* out) {
+template <typename Weights>
+__device__ __forceinline__ void fixed_sum_tiles(const Weights& weights, int64_t first, int64_t last,
+                                                uint64_t* out) {
   sum_each_tile(first, last, out,
                 [&](int64_t tile) { return thread_fixed_sum<Layout::kStriped>(weights, tile); });
-}
-
-// Whether this is the last of `blocks` blocks to come here: it then sees what the others wrote
-// before. Leaves the counter at 0 for a replay.
-__device__ __forceinline__ bool is_last_block(uint32_t* counter, int64_t blocks) {
-  __shared__ bool last;
-  if (blocks == 1) return true;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(counter, 1u) == static_cast<uint32_t>(blocks - 1);
-    if (last) *counter = 0;
-    __threadfence();
-  }
-  __syncthreads();
-  return last;
 }
 
 // The place of a draw: a tile, or an entry, and the threshold left there.
@@ -139,13 +126,14 @@ __device__ __forceinline__ Place find_tile(const uint64_t* tile_sums, int64_t ti
 }
 
 // The lowest entry of a tile whose inclusive prefix sum exceeds the threshold.
-__device__ __forceinline__ int64_t find_entry(const DrawWeights& weights, const Place& place) {
+template <typename Weights>
+__device__ __forceinline__ int64_t find_entry(const Weights& weights, const Place& place) {
   __shared__ int64_t found;
   const int64_t first = place.index * kTile;
   const int64_t last = weights.task.target.vocab - 1;
   if (threadIdx.x == 0) found = last;
   float w[kPerThread];
-  weights.at_tile<Layout::kBlocked>(place.index, w);
+  weights.template at_tile<Layout::kBlocked>(place.index, w);
   uint64_t sum = 0;
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) sum += weights.fixed(w[j]);
@@ -169,12 +157,13 @@ __device__ __forceinline__ int64_t find_entry(const DrawWeights& weights, const 
 // one block, with task->token set. The caller has seen to needs_draw(*task); `task` is shared and
 // what it holds is known to all threads. `mass`: of the residual, from sum_tiles; not read without
 // one.
+template <bool kMapped>
 __device__ inline bool draw(DrawTask* task, double mass, uint64_t* tile_sums, uint32_t* counter,
                             int64_t split, int64_t splits) {
   const int64_t tiles = num_tiles(task->target.vocab);
   // No residual mass, by rounding or because p = q: the target's own law is what is left.
   const bool residual = task->residual && mass > 0.0;
-  DrawWeights weights{*task, residual, residual ? residual_unit(mass) : 0.0};
+  DrawWeights<kMapped> weights{*task, residual, residual ? residual_unit(mass) : 0.0};
   const Share share = share_of(tiles, split, splits);
   fixed_sum_tiles(weights, share.first, share.last, tile_sums + share.first);
   if (!is_last_block(counter, splits)) return false;

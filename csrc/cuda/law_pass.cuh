@@ -1,30 +1,18 @@
 // Laws of rows: the pass over the vocabulary that begins every operator.
 //
 // Grid: a block takes a few consecutive tiles of one row (share_of); a warp a contiguous part of
-// each. Reads 2 or 4 bytes per entry, once: maximum, sum of exponentials and what a rule wants
-// besides come out of registers. Writes 32 bytes a tile and, for rows with a filter, 4 bytes a
-// group of 128. No barrier but one for up to 8 tiles; a tile's loads are issued before the tile
-// before it is worked on. Numerics: fp32 exponentials against the warp's own maximum, summed in
-// fp32 within the warp and combined in float64 in the order of warps and tiles; filters in
-// cutoff.cuh.
+// each. Reads 2 or 4 bytes per entry (and what a mask costs, tile.cuh), once: maximum, sum of
+// exponentials and what a rule wants besides come out of registers. Writes 32 bytes a tile and, for
+// rows with a filter, 4 bytes a group of 128. No barrier but one for up to 8 tiles; a tile's loads
+// are issued before the tile before it is worked on. Numerics: fp32 exponentials against the warp's
+// own maximum, summed in fp32 within the warp and combined in float64 in the order of warps and
+// tiles; filters in cutoff.cuh.
 #pragma once
 
 #include "tile.cuh"
 
 namespace specdec {
 namespace cuda {
-
-// What a rule wants from a row beside its law.
-enum class Extra : int8_t {
-  kNone,
-  kRank,     // top_beta: how many logits are above `logit`
-  kEntropy,  // typical: the entropy of the law in nats
-};
-
-struct ExtraTask {
-  Extra kind = Extra::kNone;
-  float logit = 0.0f;
-};
 
 // What one look at a tile leaves behind.
 struct TileSummary {
@@ -46,6 +34,12 @@ struct WarpSummary {
 
 constexpr double kLn2 = 0.6931471805599453;
 constexpr double kLog2E = 1.4426950408889634;
+
+// Of kernels that scan, for __launch_bounds__: a mask takes registers. Without one there is no
+// trace of it in the kernel.
+constexpr int scan_blocks(bool masked) {
+  return masked ? kBlocksAt80Registers : kBlocksAt64Registers;
+}
 
 // Every filter looks for its cutoff among the entries of the groups with the largest maxima.
 __device__ __forceinline__ bool wants_group_max(const Row& row, const Filters& filters) {
@@ -215,17 +209,20 @@ __device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
 // The loop of scan_tiles, for rows of one type: `tiles` tiles from the beginning of a span. 16-bit
 // entries are loaded a tile ahead; 32-bit ones need as many registers as their values, and have
 // twice as many loads in flight anyway.
-template <Element kElement>
-__device__ __forceinline__ void scan_span(const ScanTask& task, Span span, int32_t tiles,
-                                          TileSummary* out, float* group_max,
+template <Element kElement, bool kMasked>
+__device__ __forceinline__ void scan_span(const ScanTask& task, const Row& row, int64_t first,
+                                          int32_t tiles, TileSummary* out, float* group_max,
                                           WarpSummary (*of_warp)[kWarps]) {
   constexpr int kBytes = bytes_of(kElement);
+  Span span = span_from<kBytes>(row, first * kTile);
   RawTile raw;
   bool loaded = false;
   for (int32_t k = 0; k < tiles; ++k) {
     float x[kPerThread];
     if (!loaded) load_span<Layout::kStriped, kBytes>(kElement, span, &raw);
+    const uint32_t allowed = kMasked ? allowed_in_tile<Layout::kStriped>(row, first + k) : 0;
     widen_tile(kElement, raw, x);
+    if (kMasked) hide_in_tile(allowed, task.looks_for(kLinear) ? 0.0f : -INFINITY, x);
     span = {span.data + kTile * kBytes, span.left - kTile, kVector, task.looks_for(kLinear)};
     loaded = kBytes == 2 && k + 1 < tiles && is_plain_tile(span);
     if (loaded) load_plain_tile<Layout::kStriped, kBytes>(span, &raw);
@@ -242,25 +239,25 @@ __device__ __forceinline__ void scan_span(const ScanTask& task, Span span, int32
   }
 }
 
-// Writes out[t - first] for the tiles [first, last) of a row and, if group_max is not null and the
-// row has a filter, group_max[(t - first) * kTileGroups + g]. Collective over the block.
-__device__ inline void scan_tiles(const Row& row, const Filters& filters, bool want_argmax,
-                                  const ExtraTask& extra, int64_t first, int64_t last,
-                                  TileSummary* out, float* group_max) {
+// Writes out[t - first] for the tiles [first, last) of a row (kMasked: all have a mask, else none)
+// in its own order and, if group_max is
+// not null and the row has a filter, group_max[(t - first) * kTileGroups + g]. Collective over the
+// block.
+template <bool kMasked>
+__device__ __forceinline__ void scan_tiles(const Row& row, const Filters& filters, bool want_argmax,
+                                           const ExtraTask& extra, int64_t first, int64_t last,
+                                           TileSummary* out, float* group_max) {
   __shared__ WarpSummary of_warp[kTilesAtOnce][kWarps];
   if (row.data == nullptr || first >= last) return;
   const ScanTask task(row, filters, want_argmax, extra);
   if (!wants_group_max(row, filters)) group_max = nullptr;
   const int32_t tiles = static_cast<int32_t>(last - first);
   if (row.element == Element::kFloat32) {
-    scan_span<Element::kFloat32>(task, span_from<4>(row, first * kTile), tiles, out, group_max,
-                                 of_warp);
+    scan_span<Element::kFloat32, kMasked>(task, row, first, tiles, out, group_max, of_warp);
   } else if (row.element == Element::kBFloat16) {
-    scan_span<Element::kBFloat16>(task, span_from<2>(row, first * kTile), tiles, out, group_max,
-                                  of_warp);
+    scan_span<Element::kBFloat16, kMasked>(task, row, first, tiles, out, group_max, of_warp);
   } else {
-    scan_span<Element::kFloat16>(task, span_from<2>(row, first * kTile), tiles, out, group_max,
-                                 of_warp);
+    scan_span<Element::kFloat16, kMasked>(task, row, first, tiles, out, group_max, of_warp);
   }
 }
 

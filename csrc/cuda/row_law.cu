@@ -1,8 +1,8 @@
 // row_law: the five scalars of every row.
 //
 // Launches: scan_rows (law_pass.cuh), then a block a row for the cutoffs (cutoff.cuh). Reads 2 or 4
-// bytes per vocabulary entry, with filters some groups or the row again from L2; writes 32 bytes a
-// row.
+// bytes per vocabulary entry, with filters some groups or the row again from L2, and what a mask
+// costs (tile.cuh); writes 32 bytes a row.
 #include "kernels.h"
 #include "row_laws.cuh"
 
@@ -14,18 +14,19 @@ struct Rows {
   RowLawParams p;
 
   __device__ FilteredRow operator()(int64_t r) const {
-    return {row_at(p.logits, r, 0), filters_at(p.sampling, r, p.logits.vocab)};
+    return {logits_row(p, r), filters_at(p.sampling, r, p.logits.vocab)};
   }
 };
 
+template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     write_laws(const Rows rows, const LawScratch s) {
   const RowLawParams& p = rows.p;
   const int64_t r = blockIdx.x;
   const FilteredRow task = rows(r);
   double unused = 0.0;
-  const RowLaw law = finish_law(task.row, task.filters, true, ExtraTask{},
-                                s.summaries + r * s.tiles, group_max_of(s, r), &unused);
+  const RowLaw law = finish_law<kMasked>(task.row, task.filters, true, ExtraTask{},
+                                         s.summaries + r * s.tiles, group_max_of(s, r), &unused);
   if (threadIdx.x != 0) return;
   const bool usable = law.valid && !task.filters.out_of_range;
   p.max[r] = usable ? law.max : NAN;
@@ -45,7 +46,8 @@ void row_law(const RowLawParams& p, const Gpu& gpu) {
   workspace.allocate(gpu);
   const LawScratch s = laws_at(workspace, reserved, p.rows, tiles, filters);
   launch_scan(gpu, Rows{p}, s, true);
-  launch(gpu, "write_laws", write_laws, p.rows, Rows{p}, s);
+  const auto kernel = p.mask.words != nullptr ? write_laws<true> : write_laws<false>;
+  launch(gpu, "write_laws", kernel, p.rows, Rows{p}, s);
 }
 
 }  // namespace cuda

@@ -1,6 +1,7 @@
 // The laws of all rows of an operator: what row_law, sample and acceptance share.
 //
-// Rows is a functor that travels to the device: FilteredRow rows(r) is row r of `count`.
+// Rows is a functor that travels to the device: FilteredRow rows(r) is row r of `count`, and
+// rows.p.mask the mask that all of them have or lack.
 #pragma once
 
 #include "cutoff.cuh"
@@ -54,8 +55,8 @@ __device__ __forceinline__ const float* group_max_of(const LawScratch& s, int64_
 }
 
 // Grid: (row, split). Numerics and traffic: law_pass.cuh.
-template <typename Rows>
-__global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
+template <typename Rows, bool kMasked>
+__global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
     scan_rows(const Rows rows, const LawScratch s, bool want_argmax, int64_t splits) {
   const int64_t r = blockIdx.x / splits;
   const int64_t split = blockIdx.x % splits;
@@ -64,19 +65,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   const Share share = share_of(num_tiles(task.row.vocab), split, splits);
   float* group_max =
       s.group_max != nullptr ? s.group_max + (r * s.tiles + share.first) * kTileGroups : nullptr;
-  scan_tiles(task.row, task.filters, want_argmax, ExtraTask{}, share.first, share.last,
-             s.summaries + r * s.tiles + share.first, group_max);
+  scan_tiles<kMasked>(task.row, task.filters, want_argmax, ExtraTask{}, share.first, share.last,
+                      s.summaries + r * s.tiles + share.first, group_max);
 }
 
 // Grid: a block a row. Numerics and traffic: cutoff.cuh.
-template <typename Rows>
+template <typename Rows, bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     finish_rows(const Rows rows, const LawScratch s) {
   const int64_t r = blockIdx.x;
   const FilteredRow task = rows(r);
   double unused = 0.0;
-  const RowLaw law = finish_law(task.row, task.filters, false, ExtraTask{},
-                                s.summaries + r * s.tiles, group_max_of(s, r), &unused);
+  const RowLaw law = finish_law<kMasked>(task.row, task.filters, false, ExtraTask{},
+                                         s.summaries + r * s.tiles, group_max_of(s, r), &unused);
   if (threadIdx.x == 0) s.laws[r] = law;
 }
 
@@ -91,13 +92,17 @@ __device__ __forceinline__ RowLaw law_of(const FilteredRow& task, const LawScrat
 template <typename Rows>
 void launch_scan(const Gpu& gpu, const Rows& rows, const LawScratch& s, bool want_argmax) {
   const int64_t splits = splits_for(s.count, s.tiles);
-  launch(gpu, "scan_rows", scan_rows<Rows>, s.count * splits, rows, s, want_argmax, splits);
+  const auto kernel = rows.p.mask.words != nullptr ? scan_rows<Rows, true> : scan_rows<Rows, false>;
+  launch(gpu, "scan_rows", kernel, s.count * splits, rows, s, want_argmax, splits);
 }
 
 template <typename Rows>
 void launch_laws(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
   launch_scan(gpu, rows, s, false);
-  if (s.laws != nullptr) launch(gpu, "finish_rows", finish_rows<Rows>, s.count, rows, s);
+  if (s.laws == nullptr) return;
+  const auto kernel =
+      rows.p.mask.words != nullptr ? finish_rows<Rows, true> : finish_rows<Rows, false>;
+  launch(gpu, "finish_rows", kernel, s.count, rows, s);
 }
 
 }  // namespace

@@ -1,13 +1,16 @@
 // sample: one token per row from its law.
 //
 // Launches: scan_rows (law_pass.cuh); with filters a block a row for the cutoffs (cutoff.cuh); the
-// draw, where the blocks of a row sum its tiles in integers and the last one searches (draw.cuh).
-// Reads 2 or 4 bytes per vocabulary entry, twice (the second time from L2 as a rule); writes 12
-// bytes a row.
+// draw, where the blocks of a row sum its tiles in integers and the last one searches (draw.cuh),
+// or the race (race.cuh). Reads 2 or 4 bytes per vocabulary entry, twice (the second time from L2
+// as a rule), and what a mask costs (tile.cuh); writes 12 bytes a row. A reduced vocabulary takes
+// two launches more (token_map.cuh).
 #include "../core/philox.h"
 #include "kernels.h"
+#include "race.cuh"
 #include "row_laws.cuh"
 #include "shared.cuh"
+#include "token_map.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -17,9 +20,13 @@ struct Rows {
   SampleParams p;
 
   __device__ FilteredRow operator()(int64_t b) const {
-    return {row_at(p.logits, b, 0), filters_at(p.sampling, b, p.logits.vocab)};
+    return {logits_row(p, b), filters_at(p.sampling, b, p.logits.vocab)};
   }
 };
+
+__host__ __device__ bool is_race(const SampleParams& p) {
+  return p.domain == static_cast<uint32_t>(Domain::kCoupled);
+}
 
 __device__ double uniform_of(const SampleParams& p, int64_t b, bool* out_of_range) {
   const Randomness& r = p.randomness;
@@ -37,15 +44,25 @@ __device__ DrawTask draw_task(const SampleParams& p, int64_t b, const FilteredRo
   bool out_of_range = task.filters.out_of_range;
   draw.target = task.row;
   draw.target_law = law;
-  if (law.valid && !law.point_mass) draw.u = uniform_of(p, b, &out_of_range);
+  if (law.valid && !law.point_mass && !is_race(p)) draw.u = uniform_of(p, b, &out_of_range);
   draw.active = law.valid && !out_of_range;
   if (draw.active && law.point_mass) draw.token = law.argmax;
   return draw;
 }
 
-// By one thread. A token of -1: nothing could be drawn.
+// Row b's law and its draw, seen by the whole block.
+__device__ void open_draw(const Rows& rows, const LawScratch& s, int64_t b, DrawTask* shared) {
+  if (threadIdx.x < kWarp) {
+    const FilteredRow task = rows(b);
+    const RowLaw law = law_of(task, s, b);
+    if (threadIdx.x == 0) *shared = draw_task(rows.p, b, task, law);
+  }
+  __syncthreads();
+}
+
+// By one thread. An entry of -1: nothing could be drawn.
 __device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& draw) {
-  p.tokens[b] = draw.token;
+  p.tokens[b] = draw.token < 0 ? -1 : token_of_entry(draw.target, draw.token);
   p.logprobs[b] = draw.token < 0 ? NAN
                                  : static_cast<float>(law_log_probability(
                                        draw.target_law, row_value(draw.target, draw.token)));
@@ -57,34 +74,63 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   __shared__ SharedArray<DrawTask, 1> draw_memory;
   const int64_t b = blockIdx.x / splits;
   const int64_t split = blockIdx.x % splits;
-  if (threadIdx.x < kWarp) {
-    const FilteredRow task = rows(b);
-    const RowLaw law = law_of(task, s, b);
-    if (threadIdx.x == 0) draw_memory[0] = draw_task(rows.p, b, task, law);
-  }
-  __syncthreads();
+  open_draw(rows, s, b, draw_memory.data());
   DrawTask& task = draw_memory[0];
   bool writes = split == 0;
   if (needs_draw(task)) {
-    writes = draw(&task, 0.0, tile_sums + b * s.tiles, s.counters + b, split, splits);
+    writes = draw<false>(&task, 0.0, tile_sums + b * s.tiles, s.counters + b, split, splits);
   }
   if (writes && threadIdx.x == 0) write_token(rows.p, b, task);
 }
 
+// Grid: (row, split).
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    race_tokens(const Rows rows, const LawScratch s, Runner* found, int64_t splits) {
+  __shared__ SharedArray<DrawTask, 1> draw_memory;
+  __shared__ SharedArray<RaceTask, 1> race_memory;
+  const int64_t b = blockIdx.x / splits;
+  const int64_t split = blockIdx.x % splits;
+  open_draw(rows, s, b, draw_memory.data());
+  DrawTask& task = draw_memory[0];
+  if (threadIdx.x == 0) {
+    race_memory[0] = {{task.target, task.target_law},
+                      race_of(rows.p.randomness, b, rows.p.draft_index)};
+  }
+  __syncthreads();
+  bool writes = split == 0;
+  int64_t winner = task.token;
+  if (needs_draw(task)) {
+    writes = run_race(race_memory[0], found + b * splits, s.counters + b, split, splits, &winner);
+  }
+  if (!writes || threadIdx.x != 0) return;
+  task.token = winner;
+  write_token(rows.p, b, task);
+}
+
 }  // namespace
 
-void sample(const SampleParams& p, const Gpu& gpu) {
+void sample(const SampleParams& given, const Gpu& gpu) {
+  if (given.batch == 0) return;
+  SampleParams p = given;
   Workspace workspace;
   const int64_t tiles = num_tiles(p.logits.vocab);
   const bool filters = has_filter_arrays(p.sampling);
   const LawReservation reserved = reserve_laws(&workspace, p.batch, tiles, filters);
-  const auto tile_sums = workspace.reserve<uint64_t>(p.batch * tiles);
+  const int64_t splits = splits_for(p.batch, tiles);
+  const auto tile_sums = workspace.reserve<uint64_t>(is_race(p) ? 0 : p.batch * tiles);
+  const auto found = workspace.reserve<Runner>(is_race(p) ? p.batch * splits : 0);
+  const MapReservation map = reserve_map(&workspace, p.map, false);
   workspace.allocate(gpu);
+  launch_map(gpu, workspace, map, &p.map);
   const LawScratch s = laws_at(workspace, reserved, p.batch, tiles, filters);
   launch_laws(gpu, Rows{p}, s);
-  const int64_t splits = splits_for(p.batch, tiles);
-  launch(gpu, "draw_tokens", draw_tokens, p.batch * splits, Rows{p}, s, workspace.at(tile_sums),
-         splits);
+  if (is_race(p)) {
+    launch(gpu, "race_tokens", race_tokens, p.batch * splits, Rows{p}, s, workspace.at(found),
+           splits);
+  } else {
+    launch(gpu, "draw_tokens", draw_tokens, p.batch * splits, Rows{p}, s, workspace.at(tile_sums),
+           splits);
+  }
 }
 
 }  // namespace cuda

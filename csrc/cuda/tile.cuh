@@ -1,7 +1,9 @@
 // A tile of a row shared out over a block, and weights of its entries.
 //
 // A thread holds kPerThread entries of a tile in registers, as vectors of eight. Which ones depends
-// on the number of threads alone, never on the row's alignment or type, and so do the sums.
+// on the number of threads alone, never on the row's alignment or type, and so do the sums. Under a
+// mask an entry costs 1 bit more; a reduced vocabulary's rows are loaded entry by entry: 4 bytes to
+// find one, or where it is masked its token, and then its own.
 #pragma once
 
 #include "../core/fixed_point.h"
@@ -41,6 +43,22 @@ inline int64_t splits_for(int64_t units, int64_t tiles) {
   int64_t each = units * tiles / kChipBlocks;
   each = each < 1 ? 1 : each > kMostTiles ? kMostTiles : each;
   return (tiles + each - 1) / each;
+}
+
+// Whether this is the last of `blocks` blocks to come here: it then sees what the others wrote
+// before. Leaves the counter at 0 for a replay.
+__device__ __forceinline__ bool is_last_block(uint32_t* counter, int64_t blocks) {
+  __shared__ bool last;
+  if (blocks == 1) return true;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(counter, 1u) == static_cast<uint32_t>(blocks - 1);
+    if (last) *counter = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
 }
 
 // ---- entries of a tile
@@ -86,18 +104,60 @@ __device__ __forceinline__ void load_span(Element element, const Span& span, Raw
   }
 }
 
-template <Layout kLayout>
+template <Layout kLayout, bool kMapped, int kBytes>
+__device__ __forceinline__ void load_any(const Row& row, int64_t tile, RawTile* out) {
+  if (!kMapped || !row.by_token) {
+    return load_span<kLayout, kBytes>(row.element, span_from<kBytes>(row, tile * kTile), out);
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    look_up_vector<kBytes>(row, tile * kTile + vector_offset<kLayout>(s), &out->step[s]);
+  }
+}
+
+// What a mask hides is hidden when a tile is widened. kMapped: the row may be in token order, which
+// costs registers.
+template <Layout kLayout, bool kMapped = false>
 __device__ __forceinline__ void load_tile(const Row& row, int64_t tile, RawTile* out) {
   if (row.element == Element::kFloat32) {
-    load_span<kLayout, 4>(row.element, span_from<4>(row, tile * kTile), out);
+    load_any<kLayout, kMapped, 4>(row, tile, out);
   } else {
-    load_span<kLayout, 2>(row.element, span_from<2>(row, tile * kTile), out);
+    load_any<kLayout, kMapped, 2>(row, tile, out);
   }
 }
 
 __device__ __forceinline__ void widen_tile(Element element, const RawTile& raw, float* x) {
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) widen_vector(element, raw.step[s], x + s * kVector);
+}
+
+// Bits of this thread's entries of a tile of a masked row that are allowed.
+template <Layout kLayout>
+__device__ __forceinline__ uint32_t allowed_in_tile(const Row& row, int64_t tile) {
+  static_assert(kPerThread <= 32, "the entries of a thread have a bit each");
+  uint32_t bits = 0;
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    bits |= allowed_in_vector(row, tile * kTile + vector_offset<kLayout>(s)) << (s * kVector);
+  }
+  return bits;
+}
+
+__device__ __forceinline__ void hide_in_tile(uint32_t allowed, float nothing, float* x) {
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    if ((allowed >> j & 1u) == 0) x[j] = nothing;
+  }
+}
+
+// The entries of any row, of which `raw` is what load_tile loaded. kMasked: it may have a mask.
+template <Layout kLayout, bool kMasked = true>
+__device__ __forceinline__ void widen_tile(const Row& row, int64_t tile, const RawTile& raw,
+                                           float* x) {
+  widen_tile(row.element, raw, x);
+  if (kMasked && row.allowed != nullptr) {
+    hide_in_tile(allowed_in_tile<kLayout>(row, tile), nothing(row), x);
+  }
 }
 
 // Gives `token` the weight 0, if this thread holds it.
@@ -110,7 +170,7 @@ __device__ __forceinline__ void exclude(const Row& row, int64_t tile, int64_t to
     const int64_t in_vector = in_tile - vector_offset<kLayout>(s);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      if (in_vector == j) x[s * kVector + j] = row.linear ? 0.0f : -INFINITY;
+      if (in_vector == j) x[s * kVector + j] = nothing(row);
     }
   }
 }

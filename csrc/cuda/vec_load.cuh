@@ -167,5 +167,46 @@ __device__ __forceinline__ void widen_vector(Element element, const RawVector& r
   }
 }
 
+// ---- what is no plain row ---
+
+// Bits of the entries [first, first + kVector) of a masked row that are allowed. `first` is a
+// multiple of kVector: where entries are in the order of tokens, the bits are a byte of the mask.
+__device__ __forceinline__ uint32_t allowed_in_vector(const Row& row, int64_t first) {
+  static_assert(32 % kVector == 0, "a vector's bits are in one word");
+  if (row.tokens == nullptr || row.by_token) {
+    const int32_t known = clamp_to(row.num_tokens - first, 0, kVector);
+    if (known == 0) return 0;
+    const uint32_t word = __ldg(row.allowed + (first >> 5)) >> (first & 31);
+    return word & ((1u << known) - 1);
+  }
+  uint32_t bits = 0;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    if (first + j < row.vocab && is_allowed(row, row.tokens[first + j])) bits |= 1u << j;
+  }
+  return bits;
+}
+
+// The entries [first, first + kVector) of a row in token order, one by one; those that are missing
+// or past the row have weight 0.
+template <int kBytes>
+__device__ __forceinline__ void look_up_vector(const Row& row, int64_t first, RawVector* out) {
+  constexpr int kPerWord = 4 / kBytes;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    const int32_t place = first + j < row.vocab ? row.entries[first + j] : -1;
+    uint32_t entry = nothing_bits(row.element, row.linear);
+    if (place >= 0) {
+      if (kBytes == 4) {
+        entry = static_cast<const uint32_t*>(row.data)[place];
+      } else {
+        entry = static_cast<const uint16_t*>(row.data)[place];
+      }
+    }
+    uint32_t& word = out->word[j / kPerWord];
+    word = (j % kPerWord == 0 ? 0 : word) | entry << (j % kPerWord * 16);
+  }
+}
+
 }  // namespace cuda
 }  // namespace specdec

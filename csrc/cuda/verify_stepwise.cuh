@@ -1,5 +1,4 @@
-// The decision of the rules that stop at their first failure: token, greedy, lenient, top_beta,
-// typical.
+// The decision of the rules that stop at their first failure: all but block.
 //
 // Grid: (request, split). Every block of a request walks down the chain itself, over facts of up to
 // 32 nodes found side by side, then takes its share of the final residual's mass.
