@@ -20,12 +20,6 @@ from specdec_ext.testing import VerifyCase, VerifyOutcome
 from specdec_ext.testing_trees import TreeCase
 
 
-def needs(item: pytest.Function) -> set[str]:
-    """Features that a test needs of its backend, and that a port may still be without."""
-    features = {name for mark in item.iter_markers("needs") for name in mark.args}
-    return features | ({"coupled"} if item.callspec.params.get("rule") == "coupled" else set())
-
-
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the operators, called with the schemas' arguments.
@@ -41,11 +35,8 @@ class Backend:
     tv: float  # bound on the total variation of an exact law
     shares: Mapping[str, int] = field(default_factory=dict)
     otherwise: int = 1
-    lacks: frozenset[str] = frozenset()  # features: what tests say that they need
 
     def share(self, item: pytest.Function) -> int:
-        if self.lacks & needs(item):
-            return 0
         module = item.path.stem
         test = f"{module}.{item.originalname}"
         return self.shares.get(test, self.shares.get(module, self.otherwise))
@@ -173,9 +164,6 @@ FOUR_WARPS = dict.fromkeys(
     ),
     1,
 )
-
-# To be ported; an entry goes with its port.
-NOT_YET = frozenset({"coupled", "allowed_mask", "draft_token_ids"})
 
 REFERENCE = Backend("reference", lambda: reference, "cpu", tolerance=1e-9, tv=1e-9)
 CPU = Backend("cpu", lambda: torch.ops.specdec, "cpu", tolerance=1e-5, tv=1e-6)
