@@ -155,6 +155,11 @@ ONE_WARP = {
     "test_law.test_many_pairs_of_models": 0,
     "test_errors.test_more_columns_than_counters": 0,
     "test_invariance.test_outputs_do_not_require_grad": 0,
+    # 200,000 draws a call: their noise is that of csrc/core, as on the CPU.
+    "test_statistics.test_sequences_of_rounds": 5,
+    "test_statistics.test_positions_that_stand_still": 2,
+    "test_statistics.test_how_often_two_races_agree": 0,
+    "test_statistics.test_noise_of_neighbours_is_independent": 0,
 }
 FOUR_WARPS = dict.fromkeys(
     (
