@@ -2,8 +2,8 @@
 //
 // A thread holds kPerThread entries of a tile in registers, as vectors of eight. Which ones depends
 // on the number of threads alone, never on the row's alignment or type, and so do the sums. Under a
-// mask an entry costs 1 bit more; a reduced vocabulary's rows are loaded entry by entry: 4 bytes to
-// find one, or where it is masked its token, and then its own.
+// mask an entry costs 1 bit more, in a reduced vocabulary 4 bytes for its token and a word of the
+// mask. Rows in token order are loaded entry by entry: 4 bytes a token to find it, then its own.
 #pragma once
 
 #include "../core/fixed_point.h"
@@ -106,13 +106,16 @@ __device__ __forceinline__ void load_span(Element element, const Span& span, Raw
 
 template <Layout kLayout, bool kMapped, int kBytes>
 __device__ __forceinline__ void load_any(const Row& row, int64_t tile, RawTile* out) {
-  if (!kMapped || !row.by_token) {
-    return load_span<kLayout, kBytes>(row.element, span_from<kBytes>(row, tile * kTile), out);
-  }
+  if constexpr (kMapped) {
+    if (row.by_token) {
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    look_up_vector<kBytes>(row, tile * kTile + vector_offset<kLayout>(s), &out->step[s]);
+      for (int s = 0; s < kSteps; ++s) {
+        look_up_vector<kBytes>(row, tile * kTile + vector_offset<kLayout>(s), &out->step[s]);
+      }
+      return;
+    }
   }
+  load_span<kLayout, kBytes>(row.element, span_from<kBytes>(row, tile * kTile), out);
 }
 
 // What a mask hides is hidden when a tile is widened. kMapped: the row may be in token order, which
