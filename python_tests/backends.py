@@ -137,7 +137,6 @@ INTERPRETED = {
 ONE_WARP = {
     "test_law.test_many_pairs_of_models": 0,
     "test_errors.test_more_columns_than_counters": 0,
-    "test_invariance.test_outputs_do_not_require_grad": 0,
 }
 FOUR_WARPS = dict.fromkeys(
     (
