@@ -355,7 +355,12 @@ def plot(path: Path, results: Sequence[Result]) -> bool:
 
     shown = [r for r in results if r.setting.table == "rules" and r.setting.gamma]
     temperatures = sorted({r.setting.temperature for r in shown})
-    columns = len(temperatures) + 1
+    betas: dict[str, list[tuple[float, Result]]] = {}
+    for r in results:
+        if r.setting.table == "table 4":
+            given = dict(r.setting.parameters)
+            betas.setdefault(f"beta {given['beta']}", []).append((given["tau"], r))
+    columns = len(temperatures) + bool(betas)
     figure, axes = pyplot.subplots(2, columns, figsize=(4 * columns, 7), squeeze=False)
 
     def lines(column: int, title: str, xlabel: str, groups: Mapping[str, Sequence[Any]]) -> None:
@@ -397,12 +402,8 @@ def plot(path: Path, results: Sequence[Result]) -> bool:
             if r.setting.temperature == t:
                 groups.setdefault(r.setting.label(), []).append((r.setting.gamma, r))
         lines(column, f"T = {t}", "gamma", groups)
-    betas: dict[str, list[tuple[float, Result]]] = {}
-    for r in results:
-        if r.setting.table == "table 4":
-            given = dict(r.setting.parameters)
-            betas.setdefault(f"beta {given['beta']}", []).append((given["tau"], r))
-    lines(columns - 1, "top_beta, T = 0", "tau", betas)
+    if betas:
+        lines(columns - 1, "top_beta, T = 0", "tau", betas)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -436,7 +437,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     defaults = {
         "prompts": 2 if quick else 8,
         "tokens": 12 if quick else 40,
-        "replicas": 2 if quick else 6,
+        "replicas": 2 if quick else 4,
         "gamma": [2, 4] if quick else [2, 4, 8, 12],
         "beta": [3] if quick else [3, 5],
         "tau": [1.0, 3.0] if quick else [1.0, 2.0, 3.0, 4.0, 5.0],

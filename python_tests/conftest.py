@@ -24,9 +24,26 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import fibres  # noqa: E402
-from backends import BACKENDS, CPU, OPERATORS, REFERENCE, TRITON, Backend  # noqa: E402
+from backends import (  # noqa: E402
+    BACKENDS,
+    CPU,
+    OPERATORS,
+    REFERENCE,
+    TREE_OPERATORS,
+    TRITON,
+    Backend,
+)
 
-__all__ = ["BACKENDS", "CPU", "OPERATORS", "REFERENCE", "ROOT", "TRITON", "Backend"]
+__all__ = [
+    "BACKENDS",
+    "CPU",
+    "OPERATORS",
+    "REFERENCE",
+    "ROOT",
+    "TREE_OPERATORS",
+    "TRITON",
+    "Backend",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,6 +64,18 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 @pytest.fixture(params=OPERATORS, ids=lambda backend: backend.name)
 def operator(request: pytest.FixtureRequest) -> Backend:
     """Every implementation that is an operator: what is said about memory, threads, errors, ..."""
+    return request.param
+
+
+@pytest.fixture(params=[REFERENCE, *TREE_OPERATORS], ids=lambda backend: backend.name)
+def tree_backend(request: pytest.FixtureRequest) -> Backend:
+    """Every implementation of `verify_tree`, the reference included."""
+    return request.param
+
+
+@pytest.fixture(params=TREE_OPERATORS, ids=lambda backend: backend.name)
+def tree_operator(request: pytest.FixtureRequest) -> Backend:
+    """Every implementation of `verify_tree` that is an operator."""
     return request.param
 
 

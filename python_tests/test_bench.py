@@ -14,6 +14,7 @@ from specdec_ext import reference
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import baselines  # noqa: E402
+import bench_tree_attention as bench_trees  # noqa: E402
 import bench_verify as bench  # noqa: E402
 import common  # noqa: E402
 
@@ -284,3 +285,40 @@ def test_smoke(mode, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "bars pass" in out and "| rule, filters, dtype, B" in out
     assert path.with_suffix(".png").exists() or "matplotlib is missing" in out
+
+
+# ---- tree attention ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", bench_trees.DTYPES)
+def test_contestants_of_tree_attention_agree(dtype):
+    setting = bench_trees.Setting(2, 9, 4, 2, 40, dtype, True)
+    call = bench_trees.make_call(setting, torch.device("cpu"))
+    expected = reference.tree_attention(**call)
+    padding = (call["ancestors"] == 0).all(2)
+    assert padding.any()
+    found = bench_trees.contestants(setting, call)
+    assert list(found) == [bench_trees.OURS, bench_trees.DENSE, bench_trees.FLEX]
+    for name in (bench_trees.OURS, bench_trees.DENSE):  # to compile the third takes long
+        out = found[name]()
+        assert bench_trees.check(name, out, expected, padding) == ""
+        assert "differs from the reference" in bench_trees.check(name, out * 1.1, expected, padding)
+
+
+def test_table_of_tree_attention(monkeypatch):
+    monkeypatch.setattr(bench_trees, "flex_attention", None)
+    monkeypatch.setattr(torch, "compile", fails_to_compile)
+    setting = bench_trees.Setting(1, 8, 2, 1, 40, "float32")
+    record, right = bench_trees.run(setting, torch.device("cpu"), budget=0.01)
+    assert right and record["ratio"] > 0 and record["bar"] == 1.0
+    cells = bench_trees.table([record]).splitlines()[2].split("|")
+    assert setting.label() in cells[1] and cells[4].strip() == "-"
+    assert cells[6].strip() == ("PASS" if record["ratio"] >= 1.0 else "FAIL")
+    assert [s.dtype for s in bench_trees.grid(True, torch.device("cuda"))] == ["bfloat16"] * 3
+
+
+def fails_to_compile(*args, **kwargs):
+    def call(*args, **kwargs):
+        raise RuntimeError("no compiler")
+
+    return call

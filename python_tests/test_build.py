@@ -282,7 +282,10 @@ def test_wheel_is_complete_and_runs(tmp_path):
 
 # ---- CUDA ----------------------------------------------------------------------------------------
 
-OPERATORS = ("row_law", "sample", "verify", "acceptance", "uniforms")
+OPERATORS = (
+    *("row_law", "sample", "verify", "acceptance", "uniforms"),
+    *("tree_mask", "compact_kv"),
+)
 
 
 @pytest.fixture(scope="module")

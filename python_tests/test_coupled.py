@@ -21,8 +21,6 @@ from specdec_ext.testing import (
     philox_exponentials,
 )
 
-pytestmark = pytest.mark.needs("coupled")
-
 ALPHA = 1e-9
 
 

@@ -212,7 +212,10 @@ def test_mistakes_are_errors_that_name_the_kernel(threads):
 # The operators on fibres
 # --------------------------------------------------------------------------------------------------
 
-OPERATORS = ("row_law", "sample", "verify", "acceptance", "uniforms")
+OPERATORS = (
+    *("row_law", "sample", "verify", "acceptance", "uniforms"),
+    *("tree_mask", "compact_kv"),
+)
 STEPWISE = ("token", "greedy", "lenient", "top_beta", "typical", "coupled")
 RULES = ("block", *STEPWISE)
 READ_DRAFT_LAW = ("block", "token", "lenient")

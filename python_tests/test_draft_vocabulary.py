@@ -13,8 +13,6 @@ from conftest import f64, log_probs
 
 from specdec_ext.testing import VerifyCase, assert_tokens_match, make_case, pack_mask
 
-pytestmark = pytest.mark.needs("draft_token_ids")
-
 INF = math.inf
 RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 READ_DRAFT_LAW = ["block", "token", "lenient"]
@@ -213,7 +211,6 @@ def test_sample_with_filters_is_sample_of_entries(backend):
     assert_same([mapped.logprobs], [plain.logprobs])
 
 
-@pytest.mark.needs("coupled")
 def test_races_are_run_on_the_noise_of_target_ids(backend):
     # The same winner as over the whole vocabulary, whatever the order of entries.
     generator = torch.Generator().manual_seed(1)
@@ -227,7 +224,6 @@ def test_races_are_run_on_the_noise_of_target_ids(backend):
     assert len(expected.tokens.unique()) > 3
 
 
-@pytest.mark.needs("allowed_mask")
 def test_sample_under_a_mask_of_any_width(backend):
     logits, u = torch.zeros(3, 4), f64([0.1, 0.4, 0.99])
     ids = torch.tensor([64, 3, 31, 40])

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from conftest import f64
+from conftest import CPU, f64
 
 import specdec_ext
 
@@ -43,6 +43,14 @@ def arguments(op):
         return dict(logits=floats(B, V))
     if op == "acceptance":
         return dict(target_logits=floats(B, V), draft_logits=floats(B, V))
+    if op == "tree_mask":
+        return dict(parents=-torch.ones(B, 3, dtype=torch.int64))
+    if op == "compact_kv":
+        small = dict(path=ints(B, 3), num_accepted=ints(B), seq_lens=ints(B))
+        return dict(k_cache=floats(B, 9, 2, 4), v_cache=floats(B, 9, 2, 4), **small)
+    if op == "tree_attention":
+        caches = dict(k_cache=floats(B, 9, 2, 4), v_cache=floats(B, 9, 2, 4))
+        return dict(q=floats(B, 3, 4, 4), **caches, ancestors=ints(B, 3, 1), seq_lens=ints(B))
     return dict(seeds=ints(B), positions=ints(B), n=4)
 
 
@@ -225,6 +233,52 @@ VALUE_ERRORS = [
     ("uniforms", dict(n=0), "n  | 0"),
     ("uniforms", dict(n=70_000), "n  | 70000"),
     ("uniforms", dict(stream=256), "stream | [0, 256)"),
+    # tree_mask
+    ("tree_mask", dict(parents=ints(3)), "parents | [B, N] int32 or int64 | [3] int64"),
+    ("tree_mask", dict(parents=floats(B, 3)), "parents | int32 or int64 | float32"),
+    ("tree_mask", dict(parents=ints(B, 0)), "parents | [1, 1025) | 0"),
+    ("tree_mask", dict(parents=ints(B, 1025)), "parents | [1, 1025) | 1025"),
+    # compact_kv
+    ("compact_kv", dict(k_cache=floats(B, 9, 8)),
+     "k_cache | [B, L, H, D] or [Y, B, L, H, D] | [2, 9, 8]"),
+    ("compact_kv", dict(k_cache=floats(B, 9, 2, 4, dtype=torch.complex128)),
+     "k_cache | 1, 2, 4 or 8 bytes | got"),
+    ("compact_kv", dict(v_cache=floats(B, 8, 2, 4)),
+     "v_cache | B and L | [2, 9, 2, 4] | [2, 8, 2, 4]"),
+    ("compact_kv", dict(v_cache=floats(3, B, 9, 2, 4)), "v_cache | [3, 2, 9, 2, 4]"),
+    ("compact_kv", dict(k_cache=floats(3, B, 9, 2, 4)), "v_cache | Y, B and L"),
+    ("compact_kv", dict(k_cache=floats(B, 9, 1, 4).expand(-1, -1, 2, -1)),
+     "k_cache | overlap | stride 0 | 2 entries of dimension 2"),
+    ("compact_kv", dict(v_cache=floats(1, 9, 2, 4).expand(B, -1, -1, -1)), "v_cache | overlap"),
+    ("compact_kv", dict(path=ints(B + 1, 3)), "path | [B, N] | [3, 3]"),
+    ("compact_kv", dict(path=floats(B, 3)), "path | int32 or int64 | float32"),
+    ("compact_kv", dict(num_accepted=ints(B, 1)), "num_accepted | [B] | [2, 1]"),
+    ("compact_kv", dict(seq_lens=floats(B)), "seq_lens | int32 or int64 | float32"),
+]  # fmt: skip
+
+# Of the operator that has no kernels in C++.
+ATTENTION_ERRORS = [
+    ("tree_attention", dict(q=floats(B, 3, 4)), "q | [B, N, H, D] | [2, 3, 4]"),
+    ("tree_attention", dict(q=floats(B, 3, 4, 4, dtype=torch.float64)),
+     "q | float32, bfloat16 or float16 | float64"),
+    ("tree_attention", dict(q=strided(B, 3, 4, 4)), "q | unit stride | stride 2"),
+    ("tree_attention", dict(q=floats(B, 0, 4, 4)), "q | [1, 1025) | 0"),
+    ("tree_attention", dict(q=floats(B, 3, 4, 257)), "q | D | [1, 257) | 257"),
+    ("tree_attention", dict(q=floats(B, 3, 3, 4)), "H | multiple of Hkv | 3 and 2"),
+    ("tree_attention", dict(k_cache=floats(B, 9, 2, 5)),
+     "k_cache | [B, L, Hkv, D] | [2, 9, 2, 5]"),
+    ("tree_attention", dict(k_cache=strided(B, 9, 2, 4)), "k_cache | unit stride"),
+    ("tree_attention", dict(k_cache=floats(B, 9, 2, 4, dtype=torch.bfloat16)),
+     "one dtype | bfloat16"),
+    ("tree_attention", dict(v_cache=floats(B, 8, 2, 4)), "v_cache | [2, 9, 2, 4] | [2, 8, 2, 4]"),
+    ("tree_attention", dict(ancestors=ints(B, 3, 2)),
+     "ancestors | [B, N, ceil(N/64)] | [2, 3, 2]"),
+    ("tree_attention", dict(ancestors=ints(B, 3, 1, dtype=torch.int32)),
+     "ancestors | int64 | int32"),
+    ("tree_attention", dict(seq_lens=ints(1)), "seq_lens | [B] | [1]"),
+    ("tree_attention", dict(scale=float("inf")), "scale | finite"),
+    ("tree_attention", dict(soft_cap=-1.0), "soft_cap | >= 0 | -1"),
+    ("tree_attention", dict(soft_cap=float("nan")), "soft_cap | finite"),
 ]  # fmt: skip
 
 
@@ -250,7 +304,12 @@ def test_value_errors(operator, entry):
     assert re.search(r"got |must ", message)
 
 
-@pytest.mark.parametrize("entry", VALUE_ERRORS, ids=describe)
+@pytest.mark.parametrize("entry", ATTENTION_ERRORS, ids=describe)
+def test_value_errors_of_attention(entry):
+    test_value_errors(CPU, entry)
+
+
+@pytest.mark.parametrize("entry", VALUE_ERRORS + ATTENTION_ERRORS, ids=describe)
 def test_value_errors_through_the_functions(entry):
     # The Python functions pass tensors on untouched: the same ValueErrors, except where they supply
     # the randomness themselves.
@@ -330,6 +389,11 @@ TYPE_ERRORS = [
     ("acceptance", dict(draft_logits=None), "draft_logits must be a Tensor, got NoneType"),
     ("uniforms", dict(n=2.0), "n must be an int, got float"),
     ("uniforms", dict(seeds=5), "seeds must be a Tensor, got int"),
+    ("tree_mask", dict(parents=[-1]), "parents must be a Tensor, got list"),
+    ("compact_kv", dict(seq_lens=3), "seq_lens must be a Tensor, got int"),
+    ("tree_attention", dict(ancestors=None), "ancestors must be a Tensor, got NoneType"),
+    ("tree_attention", dict(scale="1"), "scale must be a number, got str"),
+    ("tree_attention", dict(soft_cap=True), "soft_cap must be a number, got bool"),
 ]
 
 
@@ -339,7 +403,13 @@ def test_type_errors(op, changes, message):
         getattr(specdec_ext, op)(**{**arguments(op), **changes})
 
 
-@pytest.mark.parametrize("op", ["verify", "sample", "row_law", "acceptance", "uniforms"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *("verify", "sample", "row_law", "acceptance", "uniforms"),
+        *("tree_mask", "compact_kv", "tree_attention"),
+    ],
+)
 def test_backends_by_name(op):
     call = arguments(op)
     for name in ("auto", "cpu", "reference"):

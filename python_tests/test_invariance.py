@@ -220,7 +220,6 @@ def test_inputs_are_not_changed(backend, rule, variant):
         assert value._version == versions[name]
 
 
-@pytest.mark.needs("allowed_mask", "draft_token_ids")
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_masks_and_maps_alone_or_in_a_batch(backend, rule):
     case = mixed_case(rule, draft_vocab=2001, draft_token_ids=True, allowed_mask=True)

@@ -179,7 +179,6 @@ IDS = torch.tensor([3, 1])  # a draft of two of four tokens
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("options", [FILTERED, dict(as_probs=True), dict(kinds=(0, 1))], ids=str)
-@pytest.mark.needs("allowed_mask")
 def test_grammar_masks(backend, rule, options):
     models = toy_models(23, 3, 2)
     law = law_of(backend, rule, models=models, allowed=random_masks(23, 3, 2), **options)
@@ -190,7 +189,6 @@ def test_grammar_masks(backend, rule, options):
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("options", [FILTERED, dict(as_probs=True), dict(kinds=(1, 0))], ids=str)
-@pytest.mark.needs("draft_token_ids")
 def test_reduced_draft_vocabulary(backend, rule, options):
     models = toy_models(24, 4, 2, draft_vocab=2)
     law = law_of(backend, rule, models=models, draft_token_ids=IDS, **options)
@@ -222,7 +220,6 @@ def among_others(verify):
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.needs("allowed_mask", "draft_token_ids")
 def test_masks_filters_and_a_reduced_vocabulary_in_a_mixed_batch(backend, rule):
     models = toy_models(25, 4, 2, draft_vocab=2)
     law = exact_law(

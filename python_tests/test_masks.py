@@ -11,8 +11,6 @@ from conftest import f64, log_probs
 from specdec_ext.ops import RULES
 from specdec_ext.testing import VerifyCase, make_case, pack_mask
 
-pytestmark = pytest.mark.needs("allowed_mask")
-
 NAN, INF = math.nan, math.inf
 
 
@@ -97,7 +95,6 @@ def test_other_operators(backend, vocab):
     )
 
 
-@pytest.mark.needs("coupled")
 def test_race(backend):
     case = make_case(5, batch=12, gamma=1, vocab=45, allowed_mask=True)
     mask = case.inputs["allowed_mask"][:, 0]

@@ -694,7 +694,6 @@ def test_target_truncated_to_the_draft_vocabulary(backend):
 IDS = torch.tensor([3, 1])
 
 
-@pytest.mark.needs("draft_token_ids")
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_target_truncated_to_a_reduced_vocabulary(backend, rule):
     # The same mistake with a map: what the draft has no entry for is never emitted.
@@ -712,7 +711,6 @@ def test_target_truncated_to_a_reduced_vocabulary(backend, rule):
     assert law(backend.verify).tv < backend.tv
 
 
-@pytest.mark.needs("draft_token_ids")
 def test_entries_taken_for_target_ids(backend):
     # The map forgotten: q of entry d is held against p of token d.
     target, draft = toy_models(11, 4, 1)
@@ -741,7 +739,6 @@ def words_of(inputs):
     return bits.flatten(-2)[..., : inputs["target_logits"].shape[-1]].bool()
 
 
-@pytest.mark.needs("allowed_mask")
 def test_masks_applied_to_the_target_only(backend):
     # The draft was sampled under the mask, the q that is passed was not: A.3 again.
     def target_only(**inputs):
@@ -753,7 +750,6 @@ def test_masks_applied_to_the_target_only(backend):
     assert masked_law(backend.verify).tv < backend.tv
 
 
-@pytest.mark.needs("allowed_mask")
 def test_masks_applied_after_the_filters(backend):
     # top-k among all tokens, then the mask: one token is left of two.
     def after(top_k, **inputs):

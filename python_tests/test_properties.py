@@ -145,7 +145,6 @@ def crowded_cases(draw):
 
 
 @by_backend
-@pytest.mark.needs("allowed_mask", "draft_token_ids", "coupled")
 @given(case=crowded_cases())
 @settings(max_examples=150)
 def test_masks_maps_and_races_are_admissible(backend, case):

@@ -8,22 +8,33 @@ import pytest
 import torch
 
 import specdec_ext
-from specdec_ext import _fake, ops, reference
+from specdec_ext import _fake, ops, reference, reference_tree
 
-OPERATORS = ("row_law", "sample", "verify", "acceptance", "uniforms")
+OPERATORS = (
+    *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
+    *("tree_mask", "compact_kv", "tree_attention"),
+)
 # What the public function takes beside the operator's arguments, at its end.
 EXTRA = {
     "row_law": ["backend"],
     "sample": ["generator", "backend"],
     "verify": ["generator", "backend"],
+    "verify_tree": ["generator", "backend"],
     "acceptance": ["backend"],
     "uniforms": ["backend"],
+    "tree_mask": ["backend"],
+    "compact_kv": ["backend"],
+    "tree_attention": ["backend"],
 }
 RESULTS = {
     "row_law": specdec_ext.RowLaw,
     "sample": specdec_ext.SampleResult,
     "verify": specdec_ext.VerifyResult,
+    "verify_tree": specdec_ext.VerifyTreeResult,
+    "tree_mask": specdec_ext.TreeMaskResult,
 }
+# What returns a single tensor that is not called like the operator.
+RETURNS = {"compact_kv": "status", "tree_attention": "out"}
 LIBRARY = Path(__file__).parents[1] / "csrc" / "library.cpp"
 
 REQUIRED = inspect.Parameter.empty
@@ -76,11 +87,12 @@ def test_wrapper_matches_schema(name):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_results_have_the_names_of_the_schema(name):
     returned = [r.name for r in schema_of(name).returns]
-    assert returned == list(getattr(RESULTS.get(name), "_fields", [name]))
+    single = [RETURNS.get(name, name)]
+    assert returned == list(getattr(RESULTS.get(name), "_fields", single))
 
 
 def test_order_of_library_cpp():
-    declared = re.findall(r'"(\w+)\(Tensor ', LIBRARY.read_text())
+    declared = re.findall(r'"(\w+)\(Tensor[ (]', LIBRARY.read_text())
     assert sorted(declared) == sorted(OPERATORS)
     assert definition_order(ops, OPERATORS) == declared
     fakes = definition_order(_fake, [f"_{name}" for name in OPERATORS])
@@ -91,6 +103,10 @@ def test_rules_are_those_of_the_operator():
     assert tuple(reference.RULES) == ops.RULES
     with pytest.raises(ValueError, match=", ".join(f'"{rule}"' for rule in ops.RULES)):
         specdec_ext.verify(*dense_inputs()[:2], rule="no such rule")
+    assert tuple(reference_tree.TREE_RULES) == ops.TREE_RULES
+    with pytest.raises(ValueError, match=", ".join(f'"{rule}"' for rule in ops.TREE_RULES)):
+        logits, tokens, _ = dense_inputs(gamma=0)
+        specdec_ext.verify_tree(logits, logits[..., 0].long(), tokens, rule="no such rule")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,6 +163,23 @@ def sample_calls(**kwargs):
         },
     )
     yield "verify", (target, tokens), {"rule": "greedy", "full_accept_probs": True}
+    chain = torch.arange(-1, gamma).expand(batch, -1)
+    tree = (target, torch.cat([tokens.new_zeros(batch, 1), tokens], 1), chain)
+    kinds = torch.ones(batch, gamma + 1, dtype=torch.int8)
+    yield "verify_tree", (*tree, target), {"uniforms": uniforms * 0}
+    yield (
+        "verify_tree",
+        (packed, *tree[1:]),
+        {
+            "draft_probs": target.softmax(-1),
+            "draft_rows": chain + 1,
+            "target_rows": rows,
+            "kinds": kinds,
+            "uniforms": uniforms * 0,
+            "rule": "recursive",
+            "raw_logprobs": True,
+        },
+    )
     words = torch.full((batch, gamma + 1, (target.shape[-1] + 31) // 32), -1, dtype=torch.int32)
     crowd = {"allowed_mask": words[:, 0], "draft_token_ids": torch.arange(target.shape[-1])}
     yield "row_law", (row,), {"allowed_mask": words[:, 0]}
@@ -159,10 +192,19 @@ def sample_calls(**kwargs):
     yield "acceptance", (row, draft_row), {**filters, **draft_filters}
     yield "uniforms", (seeds, positions, gamma + 1), {}
     yield "uniforms", (seeds, positions, 1), {"stream": 255}
+    parents = torch.tensor([[-1, 0, 0, 1, 2, -1], [-1, 0, 1, 2, 3, 4]]).repeat(batch, 1)[:batch]
+    yield "tree_mask", (parents,), {}
+    keys, values = (torch.randn(batch, 9, 2, 8).to(dtype) for dtype in (row.dtype, torch.float64))
+    some = torch.ones(batch, dtype=torch.int32)
+    yield "compact_kv", (keys, values, parents + 2, some, some), {}
+    q = torch.randn(batch, 6, 4, 8).to(row.dtype).requires_grad_(row.requires_grad)
+    ancestors = reference.tree_mask(parents).ancestors
+    yield "tree_attention", (q, keys, keys, ancestors, some), {}
+    yield "tree_attention", (q, keys, keys, ancestors, some), {"scale": 0.5, "soft_cap": 3.0}
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("case", range(12))
+@pytest.mark.parametrize("case", range(22))
 def test_opcheck(case, requires_grad):
     name, args, kwargs = list(sample_calls(requires_grad=requires_grad))[case]
     operator = getattr(torch.ops.specdec, name).default

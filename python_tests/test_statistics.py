@@ -142,7 +142,6 @@ def deviation(draws, alpha=1e-9):
     return math.sqrt(math.log(2 / alpha) / (2 * draws))
 
 
-@pytest.mark.needs("coupled")
 def test_marginal_law_of_a_race(operator):
     # Power: 200,000 draws find a law that is off by 1.7 % in total variation but for 1e-9.
     bound = tv_bound(N, len(P))
@@ -152,7 +151,6 @@ def test_marginal_law_of_a_race(operator):
         assert 0.5 * float((found - probs).abs().sum()) < bound
 
 
-@pytest.mark.needs("coupled")
 def test_how_often_two_races_agree(operator):
     # Power: the error of the frequency is below .0074, and independent draws agree .2 less often.
     expected, tv = match_probability(P, Q), 0.5 * float((P - Q).abs().sum())
@@ -167,7 +165,6 @@ def test_how_often_two_races_agree(operator):
         assert expected - unshared > 0.2
 
 
-@pytest.mark.needs("coupled")
 def test_noise_of_neighbours_is_independent(operator):
     # Tokens 2k and 2k + 1 share a counter: words 0 and 1, or 2 and 3. Joint law of two positions.
     logits = torch.zeros(N, 2)

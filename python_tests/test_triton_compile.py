@@ -24,6 +24,7 @@ from specdec_ext.testing import make_case
 
 kind, arch, warp, extent = sys.argv[1:]
 arch = int(arch) if arch.isdigit() else arch
+SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, "gfx942": 64 * 1024}  # bytes of a program
 
 
 class Driver:
@@ -46,6 +47,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
     made = run(kernel, *args, grid=grid, warmup=True, **options)
     binary = made.asm["cubin" if kind == "cuda" else "hsaco"]
     assert len(binary) > 500, kernel.__name__
+    assert made.metadata.shared <= SHARED_MEMORY[arch], (kernel.__name__, made.metadata.shared)
     compiled.setdefault(kernel.__name__, set()).add(made.hash)
 
 
@@ -62,13 +64,15 @@ words, ids = torch.zeros(2, 1000, dtype=i32), torch.arange(999, dtype=i32)
 at = dict(seeds=seeds, positions=seeds)
 
 
-ADDED = ("allowed_mask", "draft_token_ids")
-
-
 def verify(rule, **options):
-    added = {key: options.pop(key) for key in ADDED if key in options}
     case = make_case(0, **{"rule": rule, "batch": 2, "gamma": 3, "vocab": 2048, **options})
-    operators.verify(**case.inputs, **added)
+    operators.verify(**case.inputs)
+
+
+def attend(nodes, size, dtype, places=9000, **options):
+    q, cache = (torch.zeros(2, n, h, size, dtype=dtype) for n, h in ((nodes, 8), (places, 2)))
+    bits = torch.zeros(2, nodes, (nodes + 63) // 64, dtype=torch.int64)
+    operators.tree_attention(q, cache, cache, bits, seeds, **options)
 
 
 if extent == "every kernel":
@@ -79,6 +83,10 @@ if extent == "every kernel":
     operators.uniforms(seeds, seeds, 4)
     operators.sample(row, domain=3, **at)
     operators.acceptance(row, row[:, :999], allowed_mask=words, draft_token_ids=ids)
+    parents = torch.zeros(2, 64, dtype=torch.int64)
+    operators.tree_mask(parents)
+    operators.compact_kv(*[torch.zeros(2, 99, 8, 64, dtype=bf16)] * 2, parents, seeds, seeds)
+    attend(64, 128, bf16)
 elif extent == "masks and maps":
     masks = dict(allowed_mask=torch.zeros(2, 4, 64, dtype=i32))
     draft_ids = dict(draft_token_ids=torch.arange(2048))
@@ -95,6 +103,15 @@ else:
     verify("block", draft="none", gamma=0, dtype=f16, filters=False)
     operators.sample(row.float(), seeds=seeds, positions=seeds, stream=1, domain=1, **filters)
     operators.acceptance(row, row.float()[:, :999], draft_top_p=torch.ones(2))
+    parents = torch.zeros(2, 1000, dtype=i32)
+    operators.tree_mask(parents)
+    caches = [torch.zeros(3, 2, 4, 99, 80, dtype=f16).transpose(2, 3), torch.zeros(3, 2, 99, 1, 7)]
+    operators.compact_kv(*caches, parents, seeds.int(), seeds.int())
+    for nodes, size, dtype, options in (
+        (1, 64, f16, {}), (70, 80, f16, dict(soft_cap=30.0, places=100)),
+        (64, 256, torch.float32, {}),
+    ):
+        attend(nodes, size, dtype, **options)
 
 kernels = set()
 for module in pkgutil.iter_modules(backend.__path__):

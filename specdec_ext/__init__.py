@@ -1,8 +1,10 @@
 """Speculative-decoding verification as PyTorch operators.
 
-`verify` takes the raw logits of a target model and a draft and returns the tokens to emit;
-`row_law`, `sample`, `acceptance` and `uniforms` are what a decoding loop needs beside it, and
-`generate` is such a loop. ``torch.ops.specdec`` holds the operators themselves.
+`verify` takes the raw logits of a target model and a draft and returns the tokens to emit,
+`verify_tree` does so where the draft is a tree; `row_law`, `sample`, `acceptance` and `uniforms`
+are what a decoding loop needs beside them, and `generate` is such a loop; `tree_mask`,
+`tree_attention` and `compact_kv` are what a target model needs for draft trees.
+``torch.ops.specdec`` holds the operators themselves.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from .backend import load_libraries
 
 load_libraries()
 
-from . import _fake, triton  # noqa: E402
+from . import _fake, attention, triton  # noqa: E402
 
-triton.register(_fake.FAKES)
+attention.register()
+triton.register(_fake.FAKES, _fake.count_mutation)
 
 from .ops import (  # noqa: E402
     STATUS_INVALID_DRAFT_TOKEN,
@@ -25,13 +28,20 @@ from .ops import (  # noqa: E402
     STATUS_PARAMETER_OUT_OF_RANGE,
     RowLaw,
     SampleResult,
+    TreeMaskResult,
     VerifyResult,
+    VerifyTreeResult,
     acceptance,
+    compact_kv,
     row_law,
     sample,
+    tree_attention,
+    tree_mask,
     uniforms,
     verify,
+    verify_tree,
 )
+from .tree_masks import dense_tree_mask, tree_mask_mod, tree_position_ids  # noqa: E402
 
 if TYPE_CHECKING:
     from .decoding.generate import Generated, GenerationError, generate
@@ -50,13 +60,22 @@ __all__ = [
     "RowLaw",
     "SampleResult",
     "Statistics",
+    "TreeMaskResult",
     "VerifyResult",
+    "VerifyTreeResult",
     "acceptance",
+    "compact_kv",
+    "dense_tree_mask",
     "generate",
     "row_law",
     "sample",
+    "tree_attention",
+    "tree_mask",
+    "tree_mask_mod",
+    "tree_position_ids",
     "uniforms",
     "verify",
+    "verify_tree",
 ]
 
 

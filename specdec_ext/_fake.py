@@ -103,6 +103,44 @@ def _verify(
     )
 
 
+def _verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_probs: Tensor | None = None,
+    kinds: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    target_rows: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    stream: int = 0,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_temperature: Tensor | None = None,
+    draft_top_k: Tensor | None = None,
+    draft_top_p: Tensor | None = None,
+    draft_min_p: Tensor | None = None,
+    rule: str = "traversal",
+    raw_logprobs: bool = False,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, nodes = tokens.shape
+    return (
+        target_logits.new_empty((batch, nodes), dtype=torch.int64),
+        target_logits.new_empty((batch, nodes), dtype=torch.int64),
+        target_logits.new_empty((batch,), dtype=torch.int32),
+        target_logits.new_empty((batch, nodes), dtype=torch.float32),
+        target_logits.new_empty((batch, nodes), dtype=torch.float32),
+        target_logits.new_empty((batch,), dtype=torch.int32),
+    )
+
+
 def _acceptance(
     target_logits: Tensor,
     draft_logits: Tensor,
@@ -125,12 +163,44 @@ def _uniforms(seeds: Tensor, positions: Tensor, n: int, *, stream: int = 0) -> T
     return seeds.new_empty((seeds.shape[0], n), dtype=torch.float64)
 
 
+def _tree_mask(parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, nodes = parents.shape
+    return (
+        parents.new_empty((batch, nodes, (nodes + 63) // 64), dtype=torch.int64),
+        parents.new_empty((batch, nodes), dtype=torch.int64),
+        parents.new_empty((batch,), dtype=torch.int32),
+    )
+
+
+def _compact_kv(
+    k_cache: Tensor, v_cache: Tensor, path: Tensor, num_accepted: Tensor, seq_lens: Tensor
+) -> Tensor:
+    return k_cache.new_empty((k_cache.shape[-4],), dtype=torch.int32)
+
+
+def _tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ancestors: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
 FAKES = {
     "row_law": _row_law,
     "sample": _sample,
     "verify": _verify,
+    "verify_tree": _verify_tree,
     "acceptance": _acceptance,
     "uniforms": _uniforms,
+    "tree_mask": _tree_mask,
+    "compact_kv": _compact_kv,
+    "tree_attention": _tree_attention,
 }
 
 _library: Any = torch.library  # its functions are not annotated
@@ -139,3 +209,21 @@ for _name, _shapes in FAKES.items():
     _library.register_fake(f"specdec::{_name}", _shapes)
     for _operator in (_name, f"_prepare_{_name}"):
         _fragment.impl(_operator, _library.fallthrough_kernel, "Autograd")
+
+
+def count_mutation(library: Any, operator: Any) -> None:
+    """Let autograd see that `compact_kv` writes to its first two arguments.
+
+    Otherwise a backward pass through what had read a cache would go on with other values.
+    """
+
+    def count(keyset: Any, *args: Any) -> Any:
+        _autograd.increment_version([cache for cache in args[:2] if not cache.is_inference()])
+        return operator.redispatch(keyset & _after_counting, *args)
+
+    library.impl("compact_kv", count, "ADInplaceOrView", with_keyset=True)
+
+
+_autograd: Any = torch.autograd.graph
+_after_counting: Any = torch._C._after_ADInplaceOrView_keyset
+count_mutation(_fragment, torch.ops.specdec.compact_kv.default)

@@ -35,12 +35,19 @@ __all__ = [
     "STATUS_PARAMETER_OUT_OF_RANGE",
     "RowLaw",
     "SampleResult",
+    "TREE_RULES",
     "VerifyResult",
+    "TreeMaskResult",
+    "VerifyTreeResult",
     "acceptance",
+    "compact_kv",
     "row_law",
     "sample",
+    "tree_attention",
+    "tree_mask",
     "uniforms",
     "verify",
+    "verify_tree",
 ]
 
 #: The target row that decided has NaN, +inf or nothing but -inf: token 0 was emitted there.
@@ -62,6 +69,8 @@ Ints: TypeAlias = "Tensor | int | Sequence[int] | None"
 #: Names that `verify` takes as its rule.
 RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
 _RULES_WITHOUT_RANDOMNESS = ("greedy", "top_beta")
+#: Names that `verify_tree` takes as its rule.
+TREE_RULES = ("traversal", "recursive", "target_only", "greedy", "coupled")
 
 
 class RowLaw(NamedTuple):
@@ -104,6 +113,35 @@ class VerifyResult(NamedTuple):
     #: [B, G] float32, the threshold of each draft position's coin; NaN where it was not computed.
     accept_probs: Tensor
     #: [B] int32, a set of ``STATUS_`` bits; 0 where all went well.
+    status: Tensor
+
+
+class VerifyTreeResult(NamedTuple):
+    """What `verify_tree` returns."""
+
+    #: [B, N] int64: tokens of the accepted path, then the residual or bonus token, then -1.
+    tokens: Tensor
+    #: [B, N] int64: the node of each accepted token, the root left out, then -1.
+    path: Tensor
+    #: [B] int32.
+    num_accepted: Tensor
+    #: [B, N] float32, nats, of what is emitted; NaN after the end.
+    logprobs: Tensor
+    #: [B, N] float32, by node, the threshold of its coin; 1 at the root, NaN where not computed.
+    accept_probs: Tensor
+    #: [B] int32, a set of ``STATUS_`` bits; 0 where all went well.
+    status: Tensor
+
+
+class TreeMaskResult(NamedTuple):
+    """What `tree_mask` returns."""
+
+    #: [B, N, ceil(N/64)] int64: bit j % 64 of word j // 64 is set where node j is an ancestor of
+    #: the node, or the node itself. Padding nodes have no bits.
+    ancestors: Tensor
+    #: [B, N] int64, 0 at the root, -1 at padding nodes.
+    depths: Tensor
+    #: [B] int32, ``STATUS_INVALID_TREE`` where parents are no tree (taken as a root alone), else 0.
     status: Tensor
 
 
@@ -709,6 +747,223 @@ def verify(
     )
 
 
+def verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_probs: Tensor | None = None,
+    kinds: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    target_rows: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    stream: int = 0,
+    temperature: Floats = None,
+    top_k: Ints = None,
+    top_p: Floats = None,
+    min_p: Floats = None,
+    draft_temperature: Floats = None,
+    draft_top_k: Ints = None,
+    draft_top_p: Floats = None,
+    draft_min_p: Floats = None,
+    rule: str = "traversal",
+    raw_logprobs: bool = False,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+) -> VerifyTreeResult:
+    """Verify trees of draft tokens: several proposals for every next token, one target call.
+
+    Node 0 is the root, the state before anything drafted; every other node holds a draft token, and
+    its parent the state that the token continues. The accepted tokens lie on a path from the root;
+    then one more is emitted, from what the children of the path's last node leave of the target's
+    law there. Under every rule the emitted tokens are distributed exactly as if the target had
+    sampled them one by one from its filtered law, given that every drawn token was drawn as its
+    kind says, and with other randomness.
+
+    Rules:
+
+    - ``traversal`` (default): the coins of all nodes are flipped, the first success in post-order
+      (children before their parent, siblings in index order) wins. On a chain this is ``block`` of
+      `verify`, to the bit. Weng et al., arXiv 2505.12398; on chains Sun et al., arXiv 2403.10444.
+    - ``recursive``: from the root, a node's children are tried in index order, each against what
+      the rejected ones leave of p, down to the first that is accepted. Accepts no more than
+      ``traversal`` on average. Miao et al. (SpecInfer), arXiv 2305.09781; without replacement,
+      Chen et al. (Sequoia), arXiv 2402.12374.
+    - ``target_only``: ``recursive`` with every child taken as put there, so accepted with what is
+      left of p. Reads no draft law, and is lossless however the tree was drafted.
+    - ``greedy``: follows the arg max. Ignores temperature, randomness and draft law.
+    - ``coupled``: follows the token that the target draws itself, by a race on noise keyed by seed
+      and absolute position, as in `verify`: the output is the same for every tree. Reads no draft
+      law. Daliri, Musco, Suresh, arXiv 2408.07978.
+
+    A request at T = 0 reads no draft law, takes all children as put there and follows the arg max.
+
+    Parameters
+    ----------
+    target_logits : Tensor
+        ``[B, N, V]`` raw logits, float32, bfloat16 or float16, unit stride on V; row v is the law
+        after the tokens on the way from the root to node v. ``[R, V]`` with target_rows.
+    tokens : Tensor
+        ``[B, N]`` int32 or int64, 1 <= N <= 1024. The root's is ignored. -1: nothing is drafted
+        there nor below.
+    parents : Tensor
+        ``[B, N]`` int32 or int64: the node that a node continues, below its own index; -1 for the
+        root (node 0) and for padding, which comes last.
+    draft_logits : Tensor, optional
+        ``[B, R, Vd]`` raw logits: the rows that children were drawn from. Vd may differ from V.
+    draft_probs : Tensor, optional
+        Same shape, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
+    kinds : Tensor, optional
+        ``[B, N]`` int8, how a node was proposed: 0 put there (deterministic), 1 drawn from its
+        parent's draft law independently of its siblings, 2 drawn without replacement (from what the
+        earlier such siblings leave), 3 drawn from what all deterministic siblings leave ("greedy
+        draft sampling", Hu et al., arXiv 2502.18779; one such child at most, best with the lowest
+        index). The drawn children of one node share one kind. Default: 1 where a draft law is
+        given, else 0.
+    draft_rows : Tensor, optional
+        ``[B, N]`` int32 or int64 in [0, R): the row that the children of a node were drawn from; -1
+        for none. By default row v is node v's, and R = N.
+    target_rows : Tensor, optional
+        ``[B, N]`` int32 or int64: target_logits is then packed, ``[R, V]``.
+    uniforms : Tensor, optional
+        ``[B, N]`` float64 in [0, 1): slot v - 1 is the coin of node v, slot N - 1 the final draw.
+    seeds, positions : Tensor, optional
+        ``[B]`` int64 each, instead of uniforms, as in `verify` with G = N - 1. A position is the
+        absolute position of the root's children; it must grow from call to call.
+    stream : int
+        In [0, 256), different for every level of a hierarchy of models.
+    temperature, top_k, top_p, min_p : optional
+        ``[B]`` as in `row_law`, of the target's law.
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
+        ``[B]``, of the draft's law; by default the target's. Only with draft_logits.
+    rule : str
+        See above.
+    raw_logprobs : bool
+        Report log softmax(target_logits), without temperature and filters.
+    allowed_mask : Tensor, optional
+        ``[B, N, ceil(V/32)]`` int32 as in `row_law`: slot v masks target row v and the draft law of
+        v's children.
+    draft_token_ids : Tensor, optional
+        ``[Vd]`` as in `verify`: the target id of each draft entry.
+    generator : torch.Generator, optional
+        Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
+        and neither uniforms nor seeds are given; the default generator of the device if None.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
+        As in `row_law`.
+
+    Returns
+    -------
+    VerifyTreeResult
+        ``tokens`` [B, N] int64: the accepted path's tokens, then the residual or bonus token, then
+        -1.
+        ``path`` [B, N] int64: the node of each accepted token, the root left out, then -1.
+        ``num_accepted`` [B] int32.
+        ``logprobs`` [B, N] float32, nats, of what is emitted, as in `verify`.
+        ``accept_probs`` [B, N] float32, by node: the threshold of its coin. Under "traversal" h of
+        every node; under the other rules that of the children tried (0 or 1 under "greedy" and
+        "coupled"). 1 at the root, NaN where nothing was computed.
+        ``status`` [B] int32: ``STATUS_`` bits; nothing that depends on values raises. 1: the row
+        that decided has no law. 2: a token out of range or an unknown kind: it is left out, and
+        what is below. 4: a child that cannot have been drawn as its kind says (no draft law, q =
+        0, nothing left to draw from): likewise; only where a rule looks at it. 8: a parameter out
+        of range. 16: parents or kinds are no valid tree: nothing is accepted.
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither a tensor nor the number it should be.
+    ValueError
+        A wrong dtype, shape or stride; N = 0 or above 1024; an unknown rule; draft_logits together
+        with draft_probs; draft filters without draft_logits; draft_rows or draft_token_ids without
+        a draft law; uniforms together with seeds or a generator, or with "coupled"; seeds without
+        positions.
+
+    See Also
+    --------
+    verify : the same for chains, with more rules.
+
+    Notes
+    -----
+    A node with target law p and draft law q carries scalars from child to child: inflow a (1 at the
+    root), lambda = 0 and S = 1. A child x is offered b = min(1, a [p(x) - lambda q(x)]+ / (S kappa
+    q(x))), where kappa q is the law it was drawn from; b = min(1, a [p(x) - lambda q(x)]+ / S) if
+    it was put there. Its own inflow is b. Then lambda grows by kappa S / a, S becomes the sum of
+    [p - lambda q]+ outside the tokens tried, R = a S_new / S_old, and a becomes R / (R + 1 - a).
+    The threshold of a node's coin is its a after the last child.
+
+    Examples
+    --------
+    Two proposals for the first token, put there. The first is accepted with p = 0.5, the second
+    with 0.3 / (1 - 0.5):
+
+    >>> import torch, specdec_ext
+    >>> target_logits = torch.tensor([[[0.5, 0.3, 0.2]] * 3]).log()
+    >>> tokens, parents = torch.tensor([[-1, 0, 1]]), torch.tensor([[-1, 0, 0]])
+    >>> u = torch.tensor([[0.55, 0.55, 0.1]], dtype=torch.float64)
+    >>> out = specdec_ext.verify_tree(target_logits, tokens, parents, uniforms=u)
+    >>> out.accept_probs
+    tensor([[1.0000, 0.5000, 0.6000]])
+    >>> out.tokens, out.path, out.num_accepted
+    (tensor([[ 1,  0, -1]]), tensor([[ 2, -1, -1]]), tensor([1], dtype=torch.int32))
+    """
+    op = "verify_tree"
+    _check_tensors(op, False, target_logits=target_logits, tokens=tokens, parents=parents)
+    _check_tensors(
+        op,
+        True,
+        draft_logits=draft_logits,
+        draft_probs=draft_probs,
+        kinds=kinds,
+        draft_rows=draft_rows,
+        target_rows=target_rows,
+        allowed_mask=allowed_mask,
+        draft_token_ids=draft_token_ids,
+    )
+    _check_ints(op, stream=stream)
+    _check_bools(op, raw_logprobs=raw_logprobs)
+    if not isinstance(rule, str):
+        raise TypeError(f"{op}: rule must be a str, got {_kind(rule)}")
+    batch, device = _batch(tokens), target_logits.device
+    operators = resolve(op, backend, device)
+    needed = rule not in _RULES_WITHOUT_RANDOMNESS
+    seeds, positions = _randomness(op, uniforms, seeds, positions, generator, needed, batch, device)
+    return VerifyTreeResult(
+        *operators.verify_tree(
+            target_logits,
+            tokens,
+            parents,
+            draft_logits,
+            draft_probs=draft_probs,
+            kinds=kinds,
+            draft_rows=draft_rows,
+            target_rows=target_rows,
+            uniforms=uniforms,
+            seeds=seeds,
+            positions=positions,
+            stream=stream,
+            temperature=_per_request(op, "temperature", temperature, batch, device),
+            top_k=_per_request(op, "top_k", top_k, batch, device),
+            top_p=_per_request(op, "top_p", top_p, batch, device),
+            min_p=_per_request(op, "min_p", min_p, batch, device),
+            draft_temperature=_per_request(
+                op, "draft_temperature", draft_temperature, batch, device
+            ),
+            draft_top_k=_per_request(op, "draft_top_k", draft_top_k, batch, device),
+            draft_top_p=_per_request(op, "draft_top_p", draft_top_p, batch, device),
+            draft_min_p=_per_request(op, "draft_min_p", draft_min_p, batch, device),
+            rule=rule,
+            raw_logprobs=raw_logprobs,
+            allowed_mask=allowed_mask,
+            draft_token_ids=draft_token_ids,
+        )
+    )
+
+
 def acceptance(
     target_logits: Tensor,
     draft_logits: Tensor,
@@ -849,3 +1104,217 @@ def uniforms(
     operators = resolve(op, backend, seeds.device)
     found: Tensor = operators.uniforms(seeds, positions, n, stream=stream)
     return found
+
+
+def _tree_fault(parents: Sequence[int]) -> str:
+    """Say why parents are no tree, for the message."""
+    if parents[0] != -1:
+        return f"node 0, the root, must have parent -1, got {parents[0]}"
+    for v, parent in enumerate(parents[1:], 1):
+        if parent < -1:
+            return f"a parent must be a node or -1 (padding), got {parent} at node {v}"
+        if parent >= v:
+            return f"a parent must come before its child, got {parent} at node {v}"
+        if parent >= 0 and parents[v - 1] == -1 and v > 1:
+            return f"padding must come last (there is one root), got a parent of -1 at node {v - 1}"
+    return "no fault"
+
+
+def tree_mask(parents: Tensor, *, backend: str = "auto") -> TreeMaskResult:
+    """Turn the parents of draft trees into ancestor bits and depths.
+
+    What `tree_attention` takes; `specdec_ext.dense_tree_mask`, `specdec_ext.tree_mask_mod` and
+    `specdec_ext.tree_position_ids` make of it what other attention takes.
+
+    Parameters
+    ----------
+    parents : Tensor
+        ``[B, N]`` int32 or int64, N <= 1024. Node 0 is the root, of parent -1; a parent comes
+        before its children; padding nodes have parent -1 and come last.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
+        "auto" follows the tensors' device. An explicit choice never falls back.
+
+    Returns
+    -------
+    TreeMaskResult
+        ``ancestors`` [B, N, ceil(N/64)] int64, ``depths`` [B, N] int64, ``status`` [B] int32.
+
+    Raises
+    ------
+    TypeError
+        `parents` is no tensor.
+    ValueError
+        A wrong dtype or shape. For CPU tensors also parents that are no tree; elsewhere, and in a
+        trace, these are in `status`, and such a request is a root alone.
+
+    References
+    ----------
+    Miao et al., "SpecInfer", arXiv 2305.09781, section 4.2 (topology-aware causal mask).
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> tree = specdec_ext.tree_mask(torch.tensor([[-1, 0, 0, 1, -1]]))
+    >>> tree.ancestors[..., 0]  # node 3: itself (8), its parent 1 (2) and the root (1)
+    tensor([[ 1,  3,  5, 11,  0]])
+    >>> tree.depths
+    tensor([[ 0,  1,  1,  2, -1]])
+    """
+    op = "tree_mask"
+    _check_tensors(op, False, parents=parents)
+    operators = resolve(op, backend, parents.device)
+    found = TreeMaskResult(*operators.tree_mask(parents))
+    if parents.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = found.status.nonzero()[:, 0].tolist()
+        if wrong:
+            fault = _tree_fault(parents[wrong[0]].tolist())
+            raise ValueError(f"{op}: parents of request {wrong[0]} are no tree: {fault}")
+    return found
+
+
+def compact_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    path: Tensor,
+    num_accepted: Tensor,
+    seq_lens: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Keep the accepted path of a tree in the caches, in place.
+
+    The keys and values of a tree lie at places ``seq_lens[b] .. seq_lens[b] + N - 1`` of request b.
+    Those of node ``path[b, k]`` move to place ``seq_lens[b] + 1 + k`` for the first
+    ``num_accepted[b]`` nodes; the root's stay. What lies behind is left as it is.
+
+    Parameters
+    ----------
+    k_cache, v_cache : Tensor
+        ``[B, L, H, D]``, or ``[Y, B, L, H, D]`` for Y layers at once; any dtype of 1, 2, 4 or 8
+        bytes, any strides: ``cache.transpose(-3, -2)`` makes one of Hugging Face's [B, H, L, D].
+        Written to. Their H, D and dtypes may differ.
+    path : Tensor
+        ``[B, N]`` int32 or int64: the accepted nodes without the root, each after its parent, as
+        `verify_tree` gives them. What follows the first ``num_accepted[b]`` is not read.
+    num_accepted : Tensor
+        ``[B]`` int32 or int64.
+    seq_lens : Tensor
+        ``[B]`` int32 or int64: the root's place.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
+        "auto" follows the tensors' device. An explicit choice never falls back.
+
+    Returns
+    -------
+    Tensor
+        ``[B]`` int32 status: ``STATUS_PARAMETER_OUT_OF_RANGE`` for num_accepted outside [0, N] or
+        seq_lens outside [0, L], ``STATUS_INVALID_TREE`` for nodes that do not ascend from 1 or lie
+        behind the cache's end. Nothing of such a request moves.
+
+    Raises
+    ------
+    TypeError
+        An argument that is no tensor.
+    ValueError
+        A wrong dtype or shape, or a cache that overlaps itself.
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> keys = torch.arange(8.0).view(1, 8, 1, 1)  # two tokens, then a tree of five nodes
+    >>> values = keys.clone()
+    >>> path, num_accepted = torch.tensor([[2, 4, -1, -1, -1]]), torch.tensor([2])
+    >>> specdec_ext.compact_kv(keys, values, path, num_accepted, torch.tensor([2]))
+    tensor([0], dtype=torch.int32)
+    >>> keys[0, :5, 0, 0]
+    tensor([0., 1., 2., 4., 6.])
+    """
+    op = "compact_kv"
+    _check_tensors(
+        op,
+        False,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        path=path,
+        num_accepted=num_accepted,
+        seq_lens=seq_lens,
+    )
+    operators = resolve(op, backend, k_cache.device)
+    status: Tensor = operators.compact_kv(k_cache, v_cache, path, num_accepted, seq_lens)
+    return status
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ancestors: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend from the nodes of draft trees to their cached prefixes and to their ancestors.
+
+    Equal to ``scaled_dot_product_attention`` under the mask that `specdec_ext.dense_tree_mask`
+    makes with ``layout="packed"``, without that mask: memory does not grow with N x L.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, N, H, D]`` float32, bfloat16 or float16, D <= 256, unit stride on D.
+    k_cache, v_cache : Tensor
+        ``[B, L, Hkv, D]`` of q's dtype, unit stride on D; H is a multiple of Hkv, and query head h
+        attends with head ``h // (H / Hkv)``. Prefixes lie at places [0, seq_lens[b]), the tree's
+        own keys and values at ``seq_lens[b] .. seq_lens[b] + N - 1``.
+    ancestors : Tensor
+        ``[B, N, ceil(N/64)]`` int64, from `tree_mask`.
+    seq_lens : Tensor
+        ``[B]`` int32 or int64: the lengths of the prefixes, at most L - N.
+    scale : float, optional
+        Of the scores, default ``D ** -0.5``.
+    soft_cap : float
+        Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
+    backend : {"auto", "cpu", "triton", "reference"}
+        "auto" follows the tensors' device. An explicit choice never falls back. There are no CUDA
+        C++ kernels: GPUs run Triton's.
+
+    Returns
+    -------
+    Tensor
+        ``[B, N, H, D]`` of q's dtype. 0 at padding nodes, NaN in a request with seq_lens outside
+        [0, L - N].
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither a tensor nor the number it should be.
+    ValueError
+        A wrong dtype, shape or stride; a number out of range.
+
+    References
+    ----------
+    Dao et al., "Flash-Decoding for long-context inference", 2023 (the split over the prefix).
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> tree = specdec_ext.tree_mask(torch.tensor([[-1, 0, 0]]))
+    >>> q, keys = torch.zeros(1, 3, 1, 2), torch.zeros(1, 5, 1, 2)
+    >>> values = torch.arange(10.0).view(1, 5, 1, 2)
+    >>> out = specdec_ext.tree_attention(q, keys, values, tree.ancestors, torch.tensor([2]))
+    >>> out[0, :, 0, 0]  # equal scores: the means of places 0-2, 0-3 and 0-2 with 4
+    tensor([2.0000, 3.0000, 3.5000])
+    """
+    op = "tree_attention"
+    _check_tensors(
+        op, False, q=q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, seq_lens=seq_lens
+    )
+    _check_floats(op, soft_cap=soft_cap, **({} if scale is None else {"scale": scale}))
+    operators = resolve(op, backend, q.device)
+    if backend == "cuda":  # which would find Triton's, registered in its place
+        raise ValueError(f"{op}: backend 'cuda' has no kernels for it, choose 'triton' or 'auto'")
+    out: Tensor = operators.tree_attention(
+        q, k_cache, v_cache, ancestors, seq_lens, scale=scale, soft_cap=soft_cap
+    )
+    return out

@@ -14,6 +14,8 @@ struct DrawTask {
   bool residual = false;  // [coefficients.target * p - coefficients.draft * q]+ without `excluded`
   SPECDEC_CPU_ISA::ResidualCoefficients coefficients{1.0, 1.0};
   int64_t excluded = -1;
+  TokenList tried;     // trees: excluded as well
+  TokenList no_draft;  // trees: the draft law is 0 there
   double mass = -1.0;  // what the residual sums to; negative: not known yet
   double u = 0.0;
   bool active = false;

@@ -10,12 +10,15 @@ enum class Element : int8_t { kFloat32, kBFloat16, kFloat16 };
 
 enum class Rule : int8_t { kBlock, kToken, kGreedy, kLenient, kTopBeta, kTypical, kCoupled };
 
-// Bits of verify's `status` output (DESIGN section 7).
+enum class TreeRule : int8_t { kTraversal, kRecursive, kTargetOnly, kGreedy, kCoupled };
+
+// Bits of a `status` output (DESIGN section 7).
 enum Status : int32_t {
   kNoTargetLaw = 1,
   kInvalidDraftToken = 2,
   kNoDraftLaw = 4,
   kParameterOutOfRange = 8,
+  kInvalidTree = 16,
 };
 
 // An int32 or int64 tensor of up to two dimensions; data == nullptr where the caller gave none.
@@ -154,5 +157,72 @@ struct VerifyParams {
   float* accept_probs = nullptr;    // [B, G]
   int32_t* status = nullptr;        // [B]
 };
+
+struct VerifyTreeParams {
+  int64_t batch = 0;
+  int64_t nodes = 0;
+  RowBatch target;         // [B, N, V]
+  RowBatch draft;          // [B, R, Vd] logits or probabilities; data == nullptr: none
+  int64_t draft_rows = 0;  // R
+  bool draft_is_probs = false;
+  TokenMask mask;  // [B, N]
+  TokenMap map;
+  IdArray tokens;        // [B, N]
+  IdArray parents;       // [B, N]
+  Array<int8_t> kinds;   // [B, N] or absent
+  IdArray draft_row_of;  // [B, N] or absent: row v belongs to node v
+  SamplingParams target_sampling;
+  SamplingParams draft_sampling;
+  Randomness randomness;  // uniforms [B, N]
+  TreeRule rule = TreeRule::kTraversal;
+  bool raw_logprobs = false;
+  int64_t* out_tokens = nullptr;    // [B, N]; outputs are contiguous
+  int64_t* path = nullptr;          // [B, N]
+  int32_t* num_accepted = nullptr;  // [B]
+  float* logprobs = nullptr;        // [B, N]
+  float* accept_probs = nullptr;    // [B, N]
+  int32_t* status = nullptr;        // [B]
+};
+
+// Of a tree, root and padding included.
+constexpr int64_t kMaxNodes = 1024;
+
+struct TreeMaskParams {
+  int64_t batch = 0;
+  int64_t nodes = 0;
+  IdArray parents;                // [B, N]
+  uint64_t* ancestors = nullptr;  // [B, N, ceil(N/64)]; outputs are contiguous
+  int64_t* depths = nullptr;      // [B, N]
+  int32_t* status = nullptr;      // [B]
+};
+
+// A cache [Y, B, L, H, D], its rows (H, D) cut into units: as many bytes as can be moved at once.
+// Strides are in units. Where the rows are dense, heads is 1 and width the whole row.
+struct CacheRows {
+  void* data = nullptr;
+  int32_t unit_bytes = 1;
+  int64_t layer_stride = 0;
+  int64_t request_stride = 0;
+  int64_t place_stride = 0;
+  int64_t heads = 1;
+  int64_t head_stride = 0;
+  int64_t width = 0;
+  int64_t unit_stride = 1;
+};
+
+struct CompactKvParams {
+  int64_t layers = 1;
+  int64_t batch = 0;
+  int64_t places = 0;  // L
+  int64_t steps = 0;   // columns of `path`
+  CacheRows caches[2];
+  IdArray path;               // [B, steps]
+  IdArray num_accepted;       // [B]
+  IdArray seq_lens;           // [B]
+  int32_t* status = nullptr;  // [B]
+};
+
+// Its arguments are only checked in C++: the kernels are Triton's, on the CPU torch's own.
+struct TreeAttentionParams {};
 
 }  // namespace specdec

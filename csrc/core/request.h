@@ -42,6 +42,12 @@ SPECDEC_HD bool ignores_sampling(Rule rule) {
   return rule == Rule::kGreedy || rule == Rule::kTopBeta;
 }
 
+SPECDEC_HD bool reads_draft_law(TreeRule rule) {
+  return rule == TreeRule::kTraversal || rule == TreeRule::kRecursive;
+}
+
+SPECDEC_HD bool ignores_sampling(TreeRule rule) { return rule == TreeRule::kGreedy; }
+
 // Whether the rule draws coins and a final token; the coupled rule races instead.
 SPECDEC_HD bool uses_uniforms(Rule rule) {
   return !ignores_sampling(rule) && rule != Rule::kCoupled;
@@ -70,22 +76,24 @@ SPECDEC_HD bool wants_draft_row(const VerifyParams& p, const Request& r, int64_t
   return reads_draft_law(p.rule) && !r.greedy && i < r.drafted && column_at(p, r.b, i).sampled;
 }
 
-SPECDEC_HD double given_uniform(const VerifyParams& p, int64_t b, int64_t slot,
-                                bool* out_of_range) {
-  const Array<double>& uniforms = p.randomness.uniforms;
+SPECDEC_HD double given_uniform(const Randomness& r, int64_t b, int64_t slot, bool* out_of_range) {
+  const Array<double>& uniforms = r.uniforms;
   return clamp_uniform(uniforms.data[b * uniforms.stride[0] + slot * uniforms.stride[1]],
                        out_of_range);
 }
 
-// Uniform of a slot: the coin of draft token slot + 1, or the final draw (slot gamma).
-SPECDEC_HD double uniform_at(const VerifyParams& p, int64_t b, int64_t slot) {
-  const Randomness& r = p.randomness;
+// Uniform of a slot: the coin of draft token slot + 1, or the final draw (slot last).
+SPECDEC_HD double slot_uniform(const Randomness& r, int64_t b, int64_t slot, int64_t last) {
   if (r.uniforms.data != nullptr) {
     bool ignored = false;
-    return given_uniform(p, b, slot, &ignored);
+    return given_uniform(r, b, slot, &ignored);
   }
   return verify_uniform(r.seeds.data[b * r.seeds.stride[0]],
-                        r.positions.data[b * r.positions.stride[0]], slot, p.gamma, r.stream);
+                        r.positions.data[b * r.positions.stride[0]], slot, last, r.stream);
+}
+
+SPECDEC_HD double uniform_at(const VerifyParams& p, int64_t b, int64_t slot) {
+  return slot_uniform(p.randomness, b, slot, p.gamma);
 }
 
 // ---- opening ---
@@ -113,7 +121,8 @@ SPECDEC_HD int64_t draft_length(const VerifyParams& p, int64_t b, int32_t* statu
 }
 
 // A request before its columns are counted.
-SPECDEC_HD Request begin_request(const VerifyParams& p, int64_t b) {
+template <typename Params>
+SPECDEC_HD Request begin_request(const Params& p, int64_t b) {
   Request r;
   r.b = b;
   r.greedy = ignores_sampling(p.rule);
@@ -134,9 +143,9 @@ SPECDEC_HD Request begin_request(const VerifyParams& p, int64_t b) {
 }
 
 // Whether the uniform of a slot, if given at all, lies in [0, 1).
-SPECDEC_HD bool is_uniform_fine(const VerifyParams& p, int64_t b, int64_t slot) {
+SPECDEC_HD bool is_uniform_fine(const Randomness& r, int64_t b, int64_t slot) {
   bool out_of_range = false;
-  if (p.randomness.uniforms.data != nullptr) given_uniform(p, b, slot, &out_of_range);
+  if (r.uniforms.data != nullptr) given_uniform(r, b, slot, &out_of_range);
   return !out_of_range;
 }
 
@@ -153,8 +162,10 @@ SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {
     if (state == ColumnState::kInvalid) r.status |= kInvalidDraftToken;
     if (state != ColumnState::kUsable) break;
   }
-  bool fine = r.greedy || is_uniform_fine(p, b, p.gamma);
-  for (int64_t slot = 0; slot < r.drafted && !r.greedy; ++slot) fine &= is_uniform_fine(p, b, slot);
+  bool fine = r.greedy || is_uniform_fine(p.randomness, b, p.gamma);
+  for (int64_t slot = 0; slot < r.drafted && !r.greedy; ++slot) {
+    fine &= is_uniform_fine(p.randomness, b, slot);
+  }
   if (!fine) r.status |= kParameterOutOfRange;
   take_final_uniform(p, &r);
   return r;

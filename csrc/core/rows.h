@@ -41,6 +41,11 @@ struct LawRow {
   RowLaw law;
 };
 
+struct TokenList {
+  const int64_t* tokens = nullptr;
+  int64_t count = 0;
+};
+
 // What a rule wants from a row beside its law.
 enum class Extra : int8_t {
   kNone,

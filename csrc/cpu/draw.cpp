@@ -15,13 +15,13 @@ template <typename Body>
 auto with_two_entries(const DrawTask& task, int64_t tile, const Body& body) {
   const int64_t groups = tile_groups(task.target.vocab, tile);
   float target[kTile], draft[kTile];
-  if (is_whole_bfloat16(task.target, tile, groups, task.excluded) &&
-      is_whole_bfloat16(task.draft, tile, groups)) {
+  if (is_whole_bfloat16(task.target, tile, groups, task.excluded, task.tried) &&
+      is_whole_bfloat16(task.draft, tile, groups, -1, task.no_draft)) {
     return body(bfloat16_entries(task.target, tile, groups, target),
                 bfloat16_entries(task.draft, tile, groups, draft), groups);
   }
-  const float* p = view_tile(task.target, tile, groups, target, task.excluded);
-  const float* q = view_tile(task.draft, tile, groups, draft);
+  const float* p = view_tile(task.target, tile, groups, target, task.excluded, task.tried);
+  const float* q = view_tile(task.draft, tile, groups, draft, -1, task.no_draft);
   return body(float_entries(task.target, tile, p, target),
               float_entries(task.draft, tile, q, draft), groups);
 }
@@ -43,8 +43,9 @@ struct ResidualWeight {
 };
 
 // A residual without a draft law: a p.
+template <typename TargetWeight>
 struct ScaledWeight {
-  ExpWeight target;
+  TargetWeight target;
   VecF scale;
   explicit ScaledWeight(const DrawTask& task)
       : target(task.target_law),
@@ -70,8 +71,11 @@ double tile_mass(const DrawTask& task, int64_t tile) {
   }
   float buffer[kTile];
   const int64_t groups = tile_groups(task.target.vocab, tile);
-  const float* p = view_tile(task.target, tile, groups, buffer, task.excluded);
-  return tile_weight_sum(float_entries(task.target, tile, p, buffer), groups, ScaledWeight(task));
+  const float* p = view_tile(task.target, tile, groups, buffer, task.excluded, task.tried);
+  const FloatEntries entries = float_entries(task.target, tile, p, buffer);
+  return task.target_law.linear  // the draft's law, in the place of the target's
+             ? tile_weight_sum(entries, groups, ScaledWeight<LinearWeight>(task))
+             : tile_weight_sum(entries, groups, ScaledWeight<ExpWeight>(task));
 }
 
 template <typename Weight>
@@ -88,7 +92,7 @@ void write_residual(const DrawTask& task, const FloatEntries& p, int64_t tile, i
                     float* out) {
   const ResidualWeight<DraftWeight> weight(task);
   float buffer[kTile];
-  const float* draft = view_tile(task.draft, tile, groups, buffer);
+  const float* draft = view_tile(task.draft, tile, groups, buffer, -1, task.no_draft);
   const FloatEntries q = float_entries(task.draft, tile, draft, buffer);
   for (int64_t i = 0; i < groups * kGroup; i += 2 * kLanes) {
     const VecPair x = p(i), y = q(i);
@@ -104,12 +108,13 @@ __attribute__((noinline)) int64_t write_tile_weights(const DrawTask& task, int64
   float buffer[kTile];
   const int64_t groups = tile_groups(task.target.vocab, tile);
   const int64_t excluded = task.residual ? task.excluded : -1;
-  const float* x = view_tile(task.target, tile, groups, buffer, excluded);
+  const TokenList hidden = task.residual ? task.tried : TokenList{};
+  const float* x = view_tile(task.target, tile, groups, buffer, excluded, hidden);
   const FloatEntries p = float_entries(task.target, tile, x, buffer);
   if (!task.residual) {
     write_weights(p, groups, ExpWeight(task.target_law), out);
   } else if (task.draft.data == nullptr) {
-    write_weights(p, groups, ScaledWeight(task), out);
+    write_weights(p, groups, ScaledWeight<ExpWeight>(task), out);
   } else if (task.draft_law.linear) {
     write_residual<LinearWeight>(task, p, tile, groups, out);
   } else {

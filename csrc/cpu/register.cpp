@@ -82,11 +82,20 @@ struct Cpu {
   static void verify(const VerifyCall& call) {
     variant().kernels->verify(call.params, thread_pool());
   }
+  static void verify_tree(const VerifyTreeCall& call) {
+    variant().kernels->verify_tree(call.params, thread_pool());
+  }
   static void acceptance(const AcceptanceCall& call) {
     variant().kernels->acceptance(call.params, thread_pool());
   }
   static void uniforms(const UniformsCall& call) {
     variant().kernels->uniforms(call.params, thread_pool());
+  }
+  static void tree_mask(const TreeMaskCall& call) {
+    variant().kernels->tree_mask(call.params, thread_pool());
+  }
+  static void compact_kv(const CompactKvCall& call) {
+    variant().kernels->compact_kv(call.params, thread_pool());
   }
 };
 
@@ -114,4 +123,7 @@ extern "C" __attribute__((visibility("default"))) const char* specdec_cpu_varian
       "baseline";
 }
 
-SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) { specdec::implement_operators<specdec::Cpu>(m); }
+SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
+  specdec::implement_operators<specdec::Cpu>(m);
+  specdec::implement_tree_operators<specdec::Cpu>(m);
+}

@@ -75,15 +75,24 @@ inline const void* raw_entries(const Row& row, int64_t begin, int64_t n, float* 
   return copy;
 }
 
+// Whether any of these entries lies in [begin, end).
+inline bool touches(int64_t excluded, const TokenList& hidden, int64_t begin, int64_t end) {
+  bool any = excluded >= begin && excluded < end;
+  for (int64_t k = 0; k < hidden.count; ++k) {
+    any |= hidden.tokens[k] >= begin && hidden.tokens[k] < end;
+  }
+  return any;
+}
+
 // The entries [tile * kTile, ...) of a row as floats, padded to `groups` whole groups with entries
 // of weight 0. `buffer` holds kTile floats; a full float32 tile is used where it lies. `excluded`
-// (an entry, or -1) gets weight 0 too.
+// (an entry, or -1) gets weight 0 too, and so do the entries in `hidden`.
 inline const float* view_tile(const Row& row, int64_t tile, int64_t groups, float* buffer,
-                              int64_t excluded = -1) {
+                              int64_t excluded = -1, const TokenList& hidden = {}) {
   const int64_t begin = tile * kTile;
   int64_t n = row.vocab - begin;
   n = n < 0 ? 0 : n < groups * kGroup ? n : groups * kGroup;
-  const bool patch = excluded >= begin && excluded < begin + n;
+  const bool patch = touches(excluded, hidden, begin, begin + n);
   if (n > 0 && row.element == Element::kFloat32) {
     const float* source = static_cast<const float*>(raw_entries(row, begin, n, buffer));
     if (source != buffer) {
@@ -100,7 +109,13 @@ inline const float* view_tile(const Row& row, int64_t tile, int64_t groups, floa
     }
   }
   for (int64_t i = n; i < groups * kGroup; ++i) buffer[i] = nothing(row);
-  if (patch) buffer[excluded - begin] = nothing(row);
+  if (patch) {
+    if (excluded >= begin && excluded < begin + n) buffer[excluded - begin] = nothing(row);
+    for (int64_t k = 0; k < hidden.count; ++k) {
+      const int64_t i = hidden.tokens[k] - begin;
+      if (i >= 0 && i < n) buffer[i] = nothing(row);
+    }
+  }
   return buffer;
 }
 
@@ -138,10 +153,11 @@ inline FloatEntries float_entries(const Row& row, int64_t tile, const float* x,
 }
 
 // Whether BFloat16Entries may read a tile without padding.
-inline bool is_whole_bfloat16(const Row& row, int64_t tile, int64_t groups, int64_t excluded = -1) {
+inline bool is_whole_bfloat16(const Row& row, int64_t tile, int64_t groups, int64_t excluded = -1,
+                              const TokenList& hidden = {}) {
   const int64_t end = tile * kTile + groups * kGroup;
   return row.element == Element::kBFloat16 && end <= row.vocab &&
-         (excluded < tile * kTile || excluded >= end);
+         !touches(excluded, hidden, tile * kTile, end);
 }
 
 // `copy` as for raw_entries.

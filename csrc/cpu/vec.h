@@ -63,14 +63,14 @@ inline VecF exp2_fraction(VecF f) {
 inline VecF exp2_unchecked(VecF t) {
   const VecF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves round(t) in the low bits
   const VecF shifted = t + magic;
-  return (VecF)((VecI)exp2_fraction(t - (shifted - magic)) + ((VecI)shifted << 23));
+  return (VecF)((VecU)exp2_fraction(t - (shifted - magic)) + ((VecU)shifted << 23));
 }
 
 // The same with NaN for a NaN, whatever its bits: the power of two is a factor, not an addend.
 inline VecF exp2_with_nan(VecF t) {
   const VecF magic = splat(12582912.0f + 127.0f);  // the low bits hold an exponent with its bias
   const VecF shifted = t + magic;
-  return exp2_fraction(t - (shifted - magic)) * (VecF)((VecI)shifted << 23);
+  return exp2_fraction(t - (shifted - magic)) * (VecF)((VecU)shifted << 23);
 }
 
 inline double sum_lanes(VecF v) {

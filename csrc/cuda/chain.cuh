@@ -75,9 +75,9 @@ __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared)
       r.status |= kInvalidDraftToken;
     }
     if (!r.greedy) {
-      bool fine = is_uniform_fine(p, b, p.gamma);
+      bool fine = is_uniform_fine(p.randomness, b, p.gamma);
       for (int64_t slot = lane; slot < r.drafted; slot += kWarp) {
-        fine &= is_uniform_fine(p, b, slot);
+        fine &= is_uniform_fine(p.randomness, b, slot);
       }
       if (warp_min(static_cast<int32_t>(fine)) == 0) r.status |= kParameterOutOfRange;
     }

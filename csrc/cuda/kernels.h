@@ -19,6 +19,8 @@ void sample(const SampleParams&, const Gpu&);
 void verify(const VerifyParams&, const Gpu&);
 void acceptance(const AcceptanceParams&, const Gpu&);
 void uniforms(const UniformsParams&, const Gpu&);
+void tree_mask(const TreeMaskParams&, const Gpu&);
+void compact_kv(const CompactKvParams&, const Gpu&);
 
 }  // namespace cuda
 }  // namespace specdec

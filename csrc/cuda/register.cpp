@@ -51,6 +51,8 @@ struct Cuda {
   static void verify(const VerifyCall& call) { run<cuda::verify>(call); }
   static void acceptance(const AcceptanceCall& call) { run<cuda::acceptance>(call); }
   static void uniforms(const UniformsCall& call) { run<cuda::uniforms>(call); }
+  static void tree_mask(const TreeMaskCall& call) { run<cuda::tree_mask>(call); }
+  static void compact_kv(const CompactKvCall& call) { run<cuda::compact_kv>(call); }
 };
 
 }  // namespace

@@ -1,12 +1,11 @@
 #include "arguments.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <cmath>
 #include <sstream>
 
 #include "../core/request.h"
 #include "checker.h"
+#include "outputs.h"
 
 namespace specdec {
 namespace {
@@ -14,6 +13,8 @@ namespace {
 // Philox counters hold 16 bits of index and 8 of stream (DESIGN section 5).
 constexpr int64_t kMaxGamma = 65534;
 constexpr int64_t kMaxStream = 256;
+
+constexpr int64_t kMaxTreeNodes = 1024;
 
 // Ids of a reduced vocabulary are kept in 32 bits.
 constexpr int64_t kMaxTokens = int64_t{1} << 31;
@@ -123,7 +124,8 @@ SamplingParams draft_sampling(const Checker& check, const OptionalTensor& temper
 // Exactly one source of randomness; `uniforms` has `n` slots a request (0: it is [B]).
 Randomness check_randomness(const Checker& check, const OptionalTensor& uniforms,
                             const OptionalTensor& seeds, const OptionalTensor& positions,
-                            int64_t stream, int64_t batch, int64_t n, bool required) {
+                            int64_t stream, int64_t batch, int64_t n, bool required,
+                            const char* symbols = "[B, G+1]") {
   check.in_range("stream", stream, 0, kMaxStream);
   check.require(seeds.has_value() == positions.has_value(),
                 std::string("seeds and positions belong together, got only ") +
@@ -133,7 +135,7 @@ Randomness check_randomness(const Checker& check, const OptionalTensor& uniforms
   check.require(uniforms.has_value() || seeds.has_value() || !required,
                 "expected uniforms, or seeds and positions, got neither");
   Randomness r;
-  r.uniforms = n > 0 ? check.doubles(uniforms, "uniforms", "[B, G+1]", {batch, n})
+  r.uniforms = n > 0 ? check.doubles(uniforms, "uniforms", symbols, {batch, n})
                      : check.doubles(uniforms, "uniforms", "[B]", {batch});
   r.seeds = check.longs(seeds, "seeds", {batch});
   r.positions = check.longs(positions, "positions", {batch});
@@ -141,21 +143,29 @@ Randomness check_randomness(const Checker& check, const OptionalTensor& uniforms
   return r;
 }
 
+template <typename R>
 struct NamedRule {
   const char* name;
-  Rule rule;
+  R rule;
+};
+
+constexpr NamedRule<TreeRule> kTreeRules[] = {
+    {"traversal", TreeRule::kTraversal},    {"recursive", TreeRule::kRecursive},
+    {"target_only", TreeRule::kTargetOnly}, {"greedy", TreeRule::kGreedy},
+    {"coupled", TreeRule::kCoupled},
 };
 
 // One line a rule; the same order as `RULES` in specdec_ext/ops.py.
-constexpr NamedRule kRules[] = {
+constexpr NamedRule<Rule> kRules[] = {
     {"block", Rule::kBlock},     {"token", Rule::kToken},      {"greedy", Rule::kGreedy},
     {"lenient", Rule::kLenient}, {"top_beta", Rule::kTopBeta}, {"typical", Rule::kTypical},
     {"coupled", Rule::kCoupled},
 };
 
-Rule check_rule(const Checker& check, const std::string& name) {
+template <typename R, size_t kCount>
+R check_rule(const Checker& check, const NamedRule<R> (&rules)[kCount], const std::string& name) {
   std::string known;
-  for (const NamedRule& r : kRules) {
+  for (const NamedRule<R>& r : rules) {
     if (name == r.name) return r.rule;
     known += std::string(known.empty() ? "" : ", ") + "\"" + r.name + "\"";
   }
@@ -179,13 +189,20 @@ RelaxedParams check_relaxed(const Checker& check, double lenience, int64_t beta,
   return {lenience, beta, tau, epsilon, delta};
 }
 
-Tensor new_tensor(const Tensor& like, Shape shape, ScalarType type) {
-  return torch::stable::new_empty(like, {shape.begin(), shape.size()}, type);
-}
-
-template <typename T>
-T* data_of(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
+// Which of the arguments about the draft's law may be given together.
+void check_draft_law(const Checker& check, bool logits, bool probs, bool filters, bool rows,
+                     bool map) {
+  check.require(!logits || !probs,
+                "expected at most one of draft_logits and draft_probs, got both");
+  check.require(
+      !probs || !filters,
+      "draft_temperature, draft_top_k, draft_top_p and draft_min_p apply to draft_logits, "
+      "got draft_probs");
+  check.require(logits || probs || (!filters && !rows),
+                "draft_rows and draft_ sampling parameters need draft_logits or draft_probs, got "
+                "neither");
+  check.require(logits || probs || !map,
+                "draft_token_ids needs draft_logits or draft_probs, got neither");
 }
 
 }  // namespace
@@ -264,7 +281,7 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
                         OptionalTensor draft_token_ids) {
   const Checker check("verify", target_logits);
   VerifyParams p;
-  p.rule = check_rule(check, rule);
+  p.rule = check_rule(check, kRules, rule);
   p.relaxed = check_relaxed(check, lenience, beta, tau, epsilon, delta);
   p.draft_tokens = check.ids(draft_tokens, "draft_tokens", "[B, G]", {-1, -1});
   const int64_t batch = draft_tokens.size(0);
@@ -276,20 +293,11 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
   p.target = check_rows(check, target_logits, "target_logits", "[B, G+1, V]", "[R, V]", target_rows,
                         "target_rows", "[B, G+1]", batch, gamma + 1);
 
+  const OptionalTensor& draft = draft_logits.has_value() ? draft_logits : draft_probs;
   const bool has_filters = draft_temperature.has_value() || draft_top_k.has_value() ||
                            draft_top_p.has_value() || draft_min_p.has_value();
-  check.require(!draft_logits.has_value() || !draft_probs.has_value(),
-                "expected at most one of draft_logits and draft_probs, got both");
-  check.require(
-      !draft_probs.has_value() || !has_filters,
-      "draft_temperature, draft_top_k, draft_top_p and draft_min_p apply to draft_logits, "
-      "got draft_probs");
-  const OptionalTensor& draft = draft_logits.has_value() ? draft_logits : draft_probs;
-  check.require(draft.has_value() || (!has_filters && !draft_rows.has_value()),
-                "draft_rows and draft_ sampling parameters need draft_logits or draft_probs, got "
-                "neither");
-  check.require(draft.has_value() || !draft_token_ids.has_value(),
-                "draft_token_ids needs draft_logits or draft_probs, got neither");
+  check_draft_law(check, draft_logits.has_value(), draft_probs.has_value(), has_filters,
+                  draft_rows.has_value(), draft_token_ids.has_value());
   const int64_t vocab = p.target.vocab;
   p.mask = check_mask(check, allowed_mask, "[B, G+1, ceil(V/32)]",
                       {batch, gamma + 1, words_for(vocab)}, vocab);
@@ -324,6 +332,78 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
   call.params.logprobs = data_of<float>(std::get<2>(call.outputs));
   call.params.accept_probs = data_of<float>(std::get<3>(call.outputs));
   call.params.status = data_of<int32_t>(std::get<4>(call.outputs));
+  return call;
+}
+
+VerifyTreeCall check_verify_tree(Tensor target_logits, Tensor tokens, Tensor parents,
+                                 OptionalTensor draft_logits, OptionalTensor draft_probs,
+                                 OptionalTensor kinds, OptionalTensor draft_rows,
+                                 OptionalTensor target_rows, OptionalTensor uniforms,
+                                 OptionalTensor seeds, OptionalTensor positions, int64_t stream,
+                                 OptionalTensor temperature, OptionalTensor top_k,
+                                 OptionalTensor top_p, OptionalTensor min_p,
+                                 OptionalTensor draft_temperature, OptionalTensor draft_top_k,
+                                 OptionalTensor draft_top_p, OptionalTensor draft_min_p,
+                                 std::string rule, bool raw_logprobs, OptionalTensor allowed_mask,
+                                 OptionalTensor draft_token_ids) {
+  const Checker check("verify_tree", target_logits);
+  VerifyTreeParams p;
+  p.rule = check_rule(check, kTreeRules, rule);
+  p.tokens = check.ids(tokens, "tokens", "[B, N]", {-1, -1});
+  const int64_t batch = tokens.size(0);
+  const int64_t nodes = tokens.size(1);
+  check.require(nodes >= 1 && nodes <= kMaxTreeNodes,
+                "tokens must have 1 to 1024 nodes, the root included, got " + describe(tokens));
+  p.batch = batch;
+  p.nodes = nodes;
+  p.parents = check.ids(parents, "parents", "[B, N]", {batch, nodes});
+  p.target = check_rows(check, target_logits, "target_logits", "[B, N, V]", "[R, V]", target_rows,
+                        "target_rows", "[B, N]", batch, nodes);
+  const int64_t vocab = p.target.vocab;
+
+  const OptionalTensor& draft = draft_logits.has_value() ? draft_logits : draft_probs;
+  const bool has_filters = draft_temperature.has_value() || draft_top_k.has_value() ||
+                           draft_top_p.has_value() || draft_min_p.has_value();
+  check_draft_law(check, draft_logits.has_value(), draft_probs.has_value(), has_filters,
+                  draft_rows.has_value(), draft_token_ids.has_value());
+  p.mask = check_mask(check, allowed_mask, "[B, N, ceil(V/32)]", {batch, nodes, words_for(vocab)},
+                      vocab);
+  if (draft.has_value()) {
+    const char* name = draft_logits.has_value() ? "draft_logits" : "draft_probs";
+    // Without draft_rows, row v belongs to node v.
+    const bool has_rows = draft_rows.has_value();
+    check.vocabulary_rows(*draft, name, has_rows ? "[B, R, Vd]" : "[B, N, Vd]",
+                          {batch, has_rows ? -1 : nodes, -1});
+    p.draft = dense_rows(*draft);
+    p.draft_rows = draft->size(1);
+    p.draft_is_probs = draft_probs.has_value();
+    p.draft_row_of = check.ids(draft_rows, "draft_rows", "[B, N]", {batch, nodes});
+    p.map = check_map(check, draft_token_ids, p.draft.vocab, vocab);
+    if (!SPECDEC_CPU_ISA::reads_draft_law(p.rule)) p.map = TokenMap{};
+  }
+  p.kinds = check.bytes(kinds, "kinds", "[B, N]", {batch, nodes});
+  p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
+  p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
+                                    p.target_sampling, batch);
+  check.require(p.rule != TreeRule::kCoupled || !uniforms.has_value(),
+                "rule \"coupled\" needs seeds and positions, got uniforms");
+  p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, nodes,
+                                  !SPECDEC_CPU_ISA::ignores_sampling(p.rule), "[B, N]");
+  p.raw_logprobs = raw_logprobs;
+
+  VerifyTreeCall call{p,
+                      {new_tensor(target_logits, {batch, nodes}, ScalarType::Long),
+                       new_tensor(target_logits, {batch, nodes}, ScalarType::Long),
+                       new_tensor(target_logits, {batch}, ScalarType::Int),
+                       new_tensor(target_logits, {batch, nodes}, ScalarType::Float),
+                       new_tensor(target_logits, {batch, nodes}, ScalarType::Float),
+                       new_tensor(target_logits, {batch}, ScalarType::Int)}};
+  call.params.out_tokens = data_of<int64_t>(std::get<0>(call.outputs));
+  call.params.path = data_of<int64_t>(std::get<1>(call.outputs));
+  call.params.num_accepted = data_of<int32_t>(std::get<2>(call.outputs));
+  call.params.logprobs = data_of<float>(std::get<3>(call.outputs));
+  call.params.accept_probs = data_of<float>(std::get<4>(call.outputs));
+  call.params.status = data_of<int32_t>(std::get<5>(call.outputs));
   return call;
 }
 

@@ -30,8 +30,13 @@ struct Call {
 using RowLawCall = Call<RowLawParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using SampleCall = Call<SampleParams, std::tuple<Tensor, Tensor>>;
 using VerifyCall = Call<VerifyParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>>;
+using VerifyTreeCall =
+    Call<VerifyTreeParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using AcceptanceCall = Call<AcceptanceParams, Tensor>;
 using UniformsCall = Call<UniformsParams, Tensor>;
+using TreeMaskCall = Call<TreeMaskParams, std::tuple<Tensor, Tensor, Tensor>>;
+using CompactKvCall = Call<CompactKvParams, Tensor>;
+using TreeAttentionCall = Call<TreeAttentionParams, Tensor>;
 
 // Parameters in the order of library.cpp.
 
@@ -56,6 +61,18 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
                         bool full_accept_probs, bool raw_logprobs, OptionalTensor allowed_mask,
                         OptionalTensor draft_token_ids);
 
+VerifyTreeCall check_verify_tree(Tensor target_logits, Tensor tokens, Tensor parents,
+                                 OptionalTensor draft_logits, OptionalTensor draft_probs,
+                                 OptionalTensor kinds, OptionalTensor draft_rows,
+                                 OptionalTensor target_rows, OptionalTensor uniforms,
+                                 OptionalTensor seeds, OptionalTensor positions, int64_t stream,
+                                 OptionalTensor temperature, OptionalTensor top_k,
+                                 OptionalTensor top_p, OptionalTensor min_p,
+                                 OptionalTensor draft_temperature, OptionalTensor draft_top_k,
+                                 OptionalTensor draft_top_p, OptionalTensor draft_min_p,
+                                 std::string rule, bool raw_logprobs, OptionalTensor allowed_mask,
+                                 OptionalTensor draft_token_ids);
+
 AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
                                 OptionalTensor temperature, OptionalTensor top_k,
                                 OptionalTensor top_p, OptionalTensor min_p,
@@ -64,5 +81,14 @@ AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
                                 OptionalTensor allowed_mask, OptionalTensor draft_token_ids);
 
 UniformsCall check_uniforms(Tensor seeds, Tensor positions, int64_t n, int64_t stream);
+
+TreeMaskCall check_tree_mask(Tensor parents);
+
+CompactKvCall check_compact_kv(Tensor k_cache, Tensor v_cache, Tensor path, Tensor num_accepted,
+                               Tensor seq_lens);
+
+TreeAttentionCall check_tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors,
+                                       Tensor seq_lens, std::optional<double> scale,
+                                       double soft_cap);
 
 }  // namespace specdec

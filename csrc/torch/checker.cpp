@@ -127,6 +127,29 @@ void Checker::vocabulary_rows(const Tensor& t, const char* name, const char* sym
   unit_stride(t, name, symbols);
 }
 
+void Checker::vectors(const Tensor& t, const char* name, const char* symbols, Shape shape) const {
+  const ScalarType type = t.scalar_type();
+  expect(t, name, symbols, "float32, bfloat16 or float16",
+         type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+         shape);
+  unit_stride(t, name, symbols);
+}
+
+void Checker::cache(const Tensor& t, const char* name) const {
+  const auto bytes = static_cast<int64_t>(t.element_size());
+  require((t.dim() == 4 || t.dim() == 5) && (bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8),
+          std::string(name) +
+              " must be [B, L, H, D] or [Y, B, L, H, D] of 1, 2, 4 or 8 bytes an element, got " +
+              describe(t));
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    require(t.size(d) <= 1 || t.stride(d) != 0,
+            std::string(name) +
+                " is written to and must not overlap itself, got stride 0 for the " +
+                std::to_string(t.size(d)) + " entries of dimension " + std::to_string(d));
+  }
+  same_device(t, name);
+}
+
 void Checker::words(const Tensor& t, const char* name, const char* symbols, Shape shape) const {
   expect(t, name, symbols, "int32", t.scalar_type() == ScalarType::Int, shape);
   require(t.size(t.dim() - 1) >= 1,
@@ -176,6 +199,10 @@ Array<double> Checker::doubles(const std::optional<Tensor>& t, const char* name,
 
 Array<int64_t> Checker::longs(const std::optional<Tensor>& t, const char* name, Shape shape) const {
   return array<int64_t>(t, name, "[B]", "int64", ScalarType::Long, shape);
+}
+
+void Checker::bit_words(const Tensor& t, const char* name, const char* symbols, Shape shape) const {
+  expect(t, name, symbols, "int64", t.scalar_type() == ScalarType::Long, shape);
 }
 
 Array<int8_t> Checker::bytes(const std::optional<Tensor>& t, const char* name, const char* symbols,

@@ -37,6 +37,12 @@ class Checker {
   // An int32 tensor of bit masks: the last dimension must have unit stride.
   void words(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
 
+  // A floating-point tensor of vectors: the last dimension must have unit stride.
+  void vectors(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
+
+  // A cache [B, L, H, D], or [Y, B, L, H, D], of any type of 1, 2, 4 or 8 bytes, to be written to.
+  void cache(const Tensor& t, const char* name) const;
+
   // Optional arguments come back as empty arrays where absent.
   IdArray ids(const std::optional<Tensor>& t, const char* name, const char* symbols,
               Shape shape) const;
@@ -44,6 +50,7 @@ class Checker {
   Array<double> doubles(const std::optional<Tensor>& t, const char* name, const char* symbols,
                         Shape shape) const;
   Array<int64_t> longs(const std::optional<Tensor>& t, const char* name, Shape shape) const;
+  void bit_words(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
   Array<int8_t> bytes(const std::optional<Tensor>& t, const char* name, const char* symbols,
                       Shape shape) const;
 

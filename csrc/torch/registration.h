@@ -44,6 +44,18 @@ void implement_operators(torch::stable::detail::StableLibrary& m, const std::str
   m.impl(name("acceptance").c_str(),
          TORCH_BOX((&Operator<check_acceptance, Backend::acceptance>::run)));
   m.impl(name("uniforms").c_str(), TORCH_BOX((&Operator<check_uniforms, Backend::uniforms>::run)));
+  m.impl(name("tree_mask").c_str(),
+         TORCH_BOX((&Operator<check_tree_mask, Backend::tree_mask>::run)));
+  m.impl(name("compact_kv").c_str(),
+         TORCH_BOX((&Operator<check_compact_kv, Backend::compact_kv>::run)));
+}
+
+// For the backends that have trees: CPU.
+template <typename Backend>
+void implement_tree_operators(torch::stable::detail::StableLibrary& m,
+                              const std::string& prefix = "") {
+  m.impl((prefix + "verify_tree").c_str(),
+         TORCH_BOX((&Operator<check_verify_tree, Backend::verify_tree>::run)));
 }
 
 }  // namespace specdec

@@ -3,6 +3,7 @@
 from specdec_ext.decoding.drafters import Draft, Drafter, NoDrafter, Requests
 from specdec_ext.decoding.generate import Burst, Generated, GenerationError, generate
 from specdec_ext.decoding.stats import Statistics
+from specdec_ext.decoding.trees import GrownTree, StaticTree, sequoia_tree
 
 __all__ = [
     "Burst",
@@ -10,8 +11,11 @@ __all__ = [
     "Drafter",
     "Generated",
     "GenerationError",
+    "GrownTree",
     "NoDrafter",
     "Requests",
+    "StaticTree",
     "Statistics",
     "generate",
+    "sequoia_tree",
 ]

@@ -104,6 +104,14 @@ class GrowingLayer(DynamicLayer):
                 buffer.narrow(2, 0, slots).copy_(buffer.gather(2, wide))
             self._resize(slots)
 
+    def move(self, start: int, nodes: Tensor) -> None:
+        """Put slots ``start + nodes`` ``[B, n]`` of each row at ``start`` and after it."""
+        if self.is_initialized:
+            for buffer in (self._keys, self._values):
+                tree = buffer.narrow(2, start, self.slots - start)
+                wide = nodes[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+                tree.narrow(2, 0, nodes.shape[1]).copy_(tree.gather(2, wide))
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows of the batch."""
         if self.is_initialized:
@@ -143,6 +151,8 @@ class CachedModel:
         self.lengths = [0] * ends.shape[0]  # tokens in the cache, of each row
         self._mask: Tensor | None = None  # [B, capacity] int64; None: no padding and no hole
         self._next: Tensor = torch.zeros_like(ends)  # [B], `lengths` on the device, while masked
+        self._tree_slots = 0  # the last ones, of the tree that is being run
+        self._tree_next = self._next
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
@@ -188,6 +198,72 @@ class CachedModel:
         logits = self._call(tokens, last_only=last_only, **kwargs)
         self.lengths = [length + new for length in self.lengths]
         return logits
+
+    def begin_tree(self) -> None:
+        """Begin a tree: what `forward_nodes` appends from here on are its nodes."""
+        if self._dense:
+            raise ValueError(
+                f"generate: {type(self.model).__name__} counts distance in cache slots (a sliding "
+                "window, or no position_ids); trees need position ids of their own"
+            )
+        self._tree_slots = 0
+        self._tree_next = self._next
+
+    def forward_nodes(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> Tensor:
+        """Append nodes of a tree to every row; return logits ``[B, m, V]``.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, m]`` int64.
+        visible : Tensor
+            ``[B, m, t]`` bool, t the nodes appended since `begin_tree`, these included: a node sees
+            its ancestors and itself.
+        depths : Tensor
+            ``[B, m]`` or ``[m]`` int64, 0 for the root.
+        """
+        batch, new = tokens.shape
+        start = self.slots - self._tree_slots
+        self._tree_slots += new
+        if self._mask is None:
+            before = visible.new_ones(batch, start)
+            first = torch.full_like(self.ends, start)
+        else:
+            self._reserve(self.slots + new)
+            before, first = self._mask[:, :start].bool(), self._tree_next
+            self._next = self._next + new
+        mask = torch.cat([before[:, None].expand(-1, new, -1), visible], 2)[:, None]
+        dtype = getattr(self.model, "dtype", torch.float32)
+        # Additive: eager attention adds a bool mask as 0 and 1.
+        hidden = torch.zeros(mask.shape, dtype=dtype, device=tokens.device).masked_fill_(
+            ~mask, torch.finfo(dtype).min
+        )
+        logits = self._call(
+            tokens,
+            last_only=False,
+            attention_mask=hidden,
+            position_ids=torch.minimum(first[:, None] + depths, self.ends[:, None] - 1),
+        )
+        self.lengths = [length + new for length in self.lengths]
+        return logits
+
+    def keep_nodes(self, nodes: Tensor, kept: Sequence[int], kept_tensor: Tensor) -> None:
+        """End a tree: of its nodes keep a path, as if nothing else had been run.
+
+        Parameters
+        ----------
+        nodes : Tensor
+            ``[B, n]`` int64, which nodes, in order; what is behind ``kept[b]`` of them is ignored.
+        kept : sequence of int
+            How many, one number a row.
+        kept_tensor : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+        count = self._tree_slots
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
+            layer.move(self.slots - count, nodes.clamp(min=0)[:, :count])
+        self.rollback([count - n for n in kept], count - kept_tensor)
 
     def _call(self, tokens: Tensor, *, last_only: bool, **kwargs: Any) -> Tensor:
         if last_only and "logits_to_keep" in self._accepts:

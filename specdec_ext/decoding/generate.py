@@ -14,10 +14,10 @@ from specdec_ext import ops
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.drafters import Drafter, NoDrafter, Requests, last_tokens
 from specdec_ext.decoding.stats import Clock, Statistics
+from specdec_ext.decoding.trees import GrownTree, StaticTree
 
 __all__ = ["Burst", "Generated", "GenerationError", "generate"]
 
-LOSSLESS = ("block", "token", "coupled")  # and, at temperature 0, the same as "greedy"
 READ_DRAFT_LAW = ("block", "token", "lenient")
 DRAFT_ENDED_EARLY = ops.STATUS_INVALID_DRAFT_TOKEN | ops.STATUS_NO_DRAFT_LAW
 ROOM = 512  # slots that the caches allocate beyond the prompt; they double when it is used up
@@ -108,7 +108,8 @@ def generate(
     min_p: float | Sequence[float] | Tensor | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
-    rule: str = "block",
+    tree: StaticTree | GrownTree | None = None,
+    rule: str | None = None,
     lenience: float = 1.0,
     beta: int = 3,
     tau: float = 1.0,
@@ -150,8 +151,12 @@ def generate(
         its seed, its prompt and the models' logits, whatever else is in the batch.
     generator : torch.Generator, optional
         Draws the seeds where none are given (default: torch's own generator).
-    rule : str
-        The verification rule, as in `specdec_ext.verify`.
+    tree : StaticTree or GrownTree, optional
+        Draft a tree in place of a chain of ``gamma`` tokens; every node of it is run through the
+        target in the same call, under a 4-D attention mask.
+    rule : str, optional
+        The verification rule, as in `specdec_ext.verify` (default "block") or, with a tree, in
+        `specdec_ext.verify_tree` (default "traversal").
     lenience, beta, tau, epsilon, delta : float
         Of the rules that are not lossless, as in `specdec_ext.verify`.
     eos_token_id : int or iterable of int, optional
@@ -199,6 +204,8 @@ def generate(
         top_p=top_p,
         min_p=min_p,
     )
+    if rule is None:
+        rule = "block" if tree is None else "traversal"
     greedy = greedy or rule == "greedy"
     randomness = arguments.seeds(seeds, generator, batch, input_ids.device, unused=greedy)
     if getattr(target, "training", False) or getattr(draft, "training", False):
@@ -207,13 +214,20 @@ def generate(
             stacklevel=2,
         )
     stop = arguments.stop_tokens(target, eos_token_id)
-    generation = _Generation(
+    kind: type[_Generation] = _Generation
+    if tree is None:
+        drafter, gamma = _drafter(draft), 0 if draft is None else gamma
+    else:
+        from specdec_ext.decoding.tree_generation import TreeGeneration
+
+        kind, drafter, gamma = TreeGeneration, _tree_drafter(draft, tree), tree.depth
+    generation = kind(
         target,
-        _drafter(draft),
+        drafter,
         input_ids,
         attention_mask,
         limits=limits,
-        gamma=0 if draft is None else gamma,
+        gamma=gamma,
         filters=filters,
         greedy=greedy,
         seeds=randomness,
@@ -243,6 +257,12 @@ class _Generation:
     Rows of the batch are the running requests: a request that ends leaves the batch.
     """
 
+    lossless: tuple[str, ...] = (
+        "block",
+        "token",
+        "coupled",
+    )  # at temperature 0, the same as "greedy"
+
     def __init__(
         self,
         target: Any,
@@ -265,7 +285,7 @@ class _Generation:
         self.prompts = input_ids
         self.attention_mask = attention_mask
         self.gamma = gamma
-        self.rule = "greedy" if greedy and rule in LOSSLESS else rule
+        self.rule = "greedy" if greedy and rule in self.lossless else rule
         self.filters = {} if self.rule == "greedy" else filters
         self.seeds = seeds
         self.rule_options = rule_options
@@ -391,12 +411,7 @@ class _Generation:
         self, tokens: Tensor, accepted: list[int], num_accepted: Tensor, bursts: list[Burst]
     ) -> None:
         """Drop the requests that ended; roll both caches back to what the others accepted."""
-        going = [
-            i
-            for i, burst in enumerate(bursts)
-            if burst.tokens[-1] not in self.stop
-            and len(self.new[burst.request]) < self.limits[burst.request]
-        ]
+        going = self._going(bursts)
         if not going:
             self.running = []
             return
@@ -410,6 +425,15 @@ class _Generation:
         self.drafter.commit(tokens, accepted, num_accepted)
         self.last = last_tokens(tokens, accepted, num_accepted, 1)
         self.positions = self.positions + num_accepted + 1
+
+    def _going(self, bursts: list[Burst]) -> list[int]:
+        """Which of the running requests go on."""
+        return [
+            i
+            for i, burst in enumerate(bursts)
+            if burst.tokens[-1] not in self.stop
+            and len(self.new[burst.request]) < self.limits[burst.request]
+        ]
 
     def _keep(self, indices: list[int]) -> Tensor:
         """Keep only these rows of the batch."""
@@ -455,6 +479,18 @@ class _Generation:
                 device=self.prompts.device,
             ).reshape(len(self.new), width)
             return Generated(torch.cat([self.prompts, new], 1), self.statistics)
+
+
+def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
+    """Return the drafter that drives a model to draft a tree."""
+    from specdec_ext.decoding.drafters.tree import TreeDrafter
+
+    if draft is None or hasattr(draft, "propose"):
+        raise TypeError(
+            "generate: draft must be a causal model where a tree is asked for, got "
+            f"{type(draft).__name__}"
+        )
+    return TreeDrafter(draft, tree)
 
 
 def _drafter(draft: Any | Drafter | None) -> Drafter:

@@ -20,7 +20,10 @@ import torch
 __all__ = ["OPERATORS", "absence", "is_interpreted", "register"]
 
 #: In csrc/library.cpp's order.
-OPERATORS = ("row_law", "sample", "verify", "acceptance", "uniforms")
+OPERATORS = (
+    *("row_law", "sample", "verify", "acceptance", "uniforms"),
+    *("tree_mask", "compact_kv", "tree_attention"),
+)
 
 #: Dispatch keys of the devices that Triton compiles for; ROCm's is CUDA.
 DEVICES = ("CUDA", "XPU")
@@ -79,7 +82,7 @@ def _operator(name: str) -> Callable[..., Any]:
 _kept: list[Any] = []  # registrations go away with their library
 
 
-def register(fakes: dict[str, Any]) -> None:
+def register(fakes: dict[str, Any], count_mutation: Callable[[Any, Any], None]) -> None:
     """Define the operators of ``torch.ops.specdec_triton``: those of ``specdec``, by their schemas.
 
     Those of ``specdec`` itself get the same kernels on devices that have none. The libraries of the
@@ -100,3 +103,4 @@ def register(fakes: dict[str, Any]) -> None:
         for key in DEVICES:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec::{name}", key):
                 shared.impl(name, operator, key)
+    count_mutation(own, torch.ops.specdec_triton.compact_kv.default)

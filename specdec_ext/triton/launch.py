@@ -53,13 +53,14 @@ def tiling(*vocabularies: int) -> Tiling:
 def launch(kernel: Any, programs: int, *args: Any, num_warps: int = 4, **meta: Any) -> None:
     """Run a kernel, unless there is nothing to do.
 
-    Products and differences are rounded one by one: where p = q, p - q is exactly 0.
+    Products and differences are rounded one by one: where p = q, p - q is exactly 0. A kernel may
+    ask for ``enable_fp_fusion``.
     """
     if programs > 0:
         # The interpreter meets infinities and NaN where kernels do, in numpy, which would warn.
         quiet = np.errstate(all="ignore") if INTERPRETED else nullcontext()
         with quiet:
-            kernel[(programs,)](*args, num_warps=num_warps, enable_fp_fusion=False, **meta)
+            kernel[(programs,)](*args, num_warps=num_warps, **{"enable_fp_fusion": False, **meta})
 
 
 # ---- arguments ----------------------------------------------------------------------------------

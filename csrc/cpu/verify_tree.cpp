@@ -1,0 +1,338 @@
+// Tree verification: every node's law, then the recursion of core/tree.h over the nodes.
+//
+// Traversal. Grid: all rows of a slice of requests at once over threads, then wave after wave of
+// the sums that nodes wait for; a node's children go on while it waits. Reads every row once for
+// its law, and the rows of a node once more for each child that was drawn (none for the last one
+// where nothing can be lost). Walks (all other rules). Grid: step by step, a node of every request;
+// only rows on the way are read. Scratch is O(rows of a slice x tiles). Numerics: as verify.cpp.
+#include "../core/tree.h"
+#include "draw.h"
+#include "kernels.h"
+#include "race.h"
+#include "token_map.h"
+
+namespace specdec {
+namespace SPECDEC_CPU_ISA {
+namespace {
+
+constexpr int64_t kSliceBytes = int64_t{16} << 20;
+
+int64_t requests_per_slice(const VerifyTreeParams& p) {
+  const int64_t row_bytes = p.target.vocab * (p.target.element == Element::kFloat32 ? 4 : 2);
+  const int64_t requests = kSliceBytes / (2 * p.nodes * row_bytes);
+  return requests > 0 ? requests : 1;
+}
+
+// One request while its tree is judged. Laws and visits are those of its nodes.
+struct Job {
+  Request request;
+  Tree tree;
+  LawTask* targets;   // [N]
+  LawTask* drafts;    // [N] of a node's children
+  NodeVisit* visits;  // [N]
+  int64_t winner;
+};
+
+// Everything that the jobs of a slice point into.
+class Slice {
+ public:
+  Slice(const VerifyTreeParams& p, int64_t begin, int64_t n)
+      : count(n),
+        jobs(n),
+        laws_(2 * n * p.nodes),
+        visits_(n * p.nodes),
+        links_(3 * n * p.nodes),
+        tokens_(2 * n * p.nodes),
+        numbers_(2 * n * p.nodes),
+        log_p_(n * p.nodes) {
+    for (int64_t k = 0; k < n; ++k) {
+      Job& job = jobs[k];
+      const int64_t first = k * p.nodes;
+      Tree& tree = job.tree;
+      tree = Tree{};
+      tree.first_child = links_.data() + 3 * first;
+      tree.next_sibling = tree.first_child + p.nodes;
+      tree.first_slot = tree.next_sibling + p.nodes;
+      tree.tried = tokens_.data() + 2 * first;
+      tree.aside = tree.tried + p.nodes;
+      tree.inflow = numbers_.data() + 2 * first;
+      tree.acceptance = tree.inflow + p.nodes;
+      tree.log_p = log_p_.data() + first;
+      job.targets = laws_.data() + 2 * first;
+      job.drafts = job.targets + p.nodes;
+      job.visits = visits_.data() + first;
+      job.winner = 0;
+      job.request = open_tree(p, begin + k, &tree);
+    }
+  }
+  int64_t count;
+  Buffer<Job> jobs;
+
+ private:
+  Buffer<LawTask> laws_;
+  Buffer<NodeVisit> visits_;
+  Buffer<int32_t> links_;
+  Buffer<int64_t> tokens_;
+  Buffer<double> numbers_;
+  Buffer<float> log_p_;
+};
+
+// A node of a job.
+struct Place {
+  int64_t job;
+  int64_t node;
+};
+
+// Laws of some nodes.
+void find_laws(const VerifyTreeParams& p, const ThreadPool& pool, const Slice& slice,
+               const Place* places, int64_t n) {
+  Buffer<LawTask> tasks(2 * n);
+  for (int64_t i = 0; i < n; ++i) {
+    const Job& job = slice.jobs[places[i].job];
+    const Request& r = job.request;
+    const int64_t v = places[i].node;
+    tasks[2 * i] = LawTask(target_row(p, r.b, v), r.target_filters);
+    tasks[2 * i + 1] = LawTask();
+    if (wants_draft_row(p, r, job.tree, v)) {
+      tasks[2 * i + 1] = LawTask(draft_row(p, r.b, v), r.draft_filters);
+    }
+  }
+  compute_laws(pool, tasks.data(), 2 * n);
+  for (int64_t i = 0; i < n; ++i) {
+    const Job& job = slice.jobs[places[i].job];
+    job.targets[places[i].node] = tasks[2 * i];
+    job.drafts[places[i].node] = tasks[2 * i + 1];
+  }
+}
+
+// A visit that waits for a sum.
+struct Waiting {
+  Place place;
+  Pending pending;
+};
+
+void find_sums(const ThreadPool& pool, const Slice& slice, const Waiting* waiting, int64_t n) {
+  Buffer<DrawTask> tasks(n);
+  Buffer<double> sums(n);
+  for (int64_t i = 0; i < n; ++i) {
+    const Job& job = slice.jobs[waiting[i].place.job];
+    const int64_t v = waiting[i].place.node;
+    tasks[i] =
+        pending_sum(job.tree, job.visits[v], waiting[i].pending, job.targets[v], job.drafts[v]);
+  }
+  residual_masses(pool, tasks.data(), n, sums.data());
+  for (int64_t i = 0; i < n; ++i) {
+    const Job& job = slice.jobs[waiting[i].place.job];
+    NodeVisit* visit = &job.visits[waiting[i].place.node];
+    if (waiting[i].pending == Pending::kMass) {
+      take_mass(job.tree, sums[i], visit);
+    } else {
+      visit->rest_mass = sums[i];
+    }
+  }
+}
+
+// ---- traversal ---
+
+void begin_node(const VerifyTreeParams& p, const Job& job, int64_t v) {
+  const double inflow = v == 0 ? 1.0 : job.tree.inflow[v];
+  job.visits[v] =
+      begin_visit(p, job.request, job.tree, v, inflow, job.targets[v], job.drafts[v], -1);
+}
+
+// Takes a node as far as it goes without a sum over the vocabulary, and with it whatever is below
+// it that something flows into. `stack` holds N nodes.
+int64_t flow_down(const VerifyTreeParams& p, int64_t k, Job* job, int64_t node, int32_t* stack,
+                  Waiting* waiting) {
+  int64_t num_waiting = 0;
+  int64_t height = 0;
+  stack[height++] = static_cast<int32_t>(node);
+  while (height > 0) {
+    const int32_t v = stack[--height];
+    NodeVisit* visit = &job->visits[v];
+    const int32_t from = visit->child;
+    const Pending pending =
+        advance(p, &job->request, job->tree, false, job->targets[v], job->drafts[v], visit);
+    // The child that waits for its own law has no inflow yet.
+    const int32_t end =
+        pending == Pending::kMass ? job->tree.next_sibling[visit->child] : visit->child;
+    for (int32_t c = from; c != end; c = job->tree.next_sibling[c]) {
+      if (!(job->tree.inflow[c] > 0.0)) continue;
+      begin_node(p, *job, c);
+      stack[height++] = c;
+    }
+    if (pending == Pending::kNothing) {
+      job->tree.acceptance[v] = visit->state.inflow;
+    } else {
+      waiting[num_waiting++] = {{k, v}, pending};
+    }
+  }
+  return num_waiting;
+}
+
+void traverse(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
+  const int64_t n = slice->count;
+  Buffer<Place> places(n * p.nodes);
+  int64_t num_places = 0;
+  for (int64_t k = 0; k < n; ++k) {
+    for (int64_t v = 0; v < slice->jobs[k].tree.count; ++v) {
+      if (slice->jobs[k].tree.inflow[v] != kUnreachable) places[num_places++] = {k, v};
+    }
+  }
+  find_laws(p, pool, *slice, places.data(), num_places);
+
+  Buffer<Waiting> waiting(n * p.nodes), next(n * p.nodes);
+  Buffer<int32_t> stack(p.nodes);
+  int64_t num_waiting = 0;
+  for (int64_t k = 0; k < n; ++k) {
+    Job& job = slice->jobs[k];
+    begin_node(p, job, 0);
+    num_waiting += flow_down(p, k, &job, 0, stack.data(), waiting.data() + num_waiting);
+  }
+  while (num_waiting > 0) {
+    find_sums(pool, *slice, waiting.data(), num_waiting);
+    int64_t still = 0;
+    for (int64_t i = 0; i < num_waiting; ++i) {
+      const Place place = waiting[i].place;
+      still += flow_down(p, place.job, &slice->jobs[place.job], place.node, stack.data(),
+                         next.data() + still);
+    }
+    for (int64_t i = 0; i < still; ++i) waiting[i] = next[i];
+    num_waiting = still;
+  }
+  for (int64_t k = 0; k < n; ++k) {
+    Job& job = slice->jobs[k];
+    drain(p, job.tree);
+    job.winner = find_winner(p, job.request, job.tree);
+  }
+}
+
+// ---- walks ---
+
+// Coupled: the tokens that the target emits at the nodes where the jobs stand.
+void find_winners(const VerifyTreeParams& p, const ThreadPool& pool, const Slice& slice,
+                  const Place* places, int64_t n, int64_t* winners) {
+  Buffer<RaceTask> races(n);
+  for (int64_t i = 0; i < n; ++i) {
+    const Job& job = slice.jobs[places[i].job];
+    const int64_t v = places[i].node;
+    const RowLaw& law = job.targets[v].law;
+    const Race race = race_of(p.randomness, job.request.b, depth_of(p, job.request.b, v));
+    races[i] = RaceTask(job.targets[v], race, law.valid && !law.point_mass);
+  }
+  run_races(pool, races.data(), n);
+  for (int64_t i = 0; i < n; ++i) winners[i] = races[i].winner;
+}
+
+// Stands at new nodes: finds their laws.
+void arrive(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice, const Place* places,
+            int64_t n) {
+  find_laws(p, pool, *slice, places, n);
+  Buffer<int64_t> winners(n);
+  for (int64_t i = 0; i < n; ++i) winners[i] = -1;
+  if (p.rule == TreeRule::kCoupled) {
+    find_winners(p, pool, *slice, places, n, winners.data());
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const Job& job = slice->jobs[places[i].job];
+    const int64_t v = places[i].node;
+    job.visits[v] =
+        begin_visit(p, job.request, job.tree, v, 1.0, job.targets[v], job.drafts[v], winners[i]);
+  }
+}
+
+void walk(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
+  const int64_t n = slice->count;
+  Buffer<Place> arriving(n);
+  Buffer<int64_t> active(n);
+  Buffer<Waiting> waiting(n);
+  int64_t num_arriving = n, num_active = n;
+  for (int64_t k = 0; k < n; ++k) {
+    arriving[k] = {k, 0};
+    active[k] = k;
+  }
+  while (num_active > 0) {
+    arrive(p, pool, slice, arriving.data(), num_arriving);
+    num_arriving = 0;
+    int64_t num_waiting = 0, still = 0;
+    for (int64_t i = 0; i < num_active; ++i) {
+      Job& job = slice->jobs[active[i]];
+      const int64_t v = job.winner;
+      const Pending pending =
+          advance(p, &job.request, job.tree, true, job.targets[v], job.drafts[v], &job.visits[v]);
+      if (pending == Pending::kNothing) continue;
+      if (pending == Pending::kDescend) {
+        job.winner = job.visits[v].child;
+        arriving[num_arriving++] = {active[i], job.winner};
+      } else {
+        waiting[num_waiting++] = {{active[i], v}, pending};
+      }
+      active[still++] = active[i];
+    }
+    num_active = still;
+    find_sums(pool, *slice, waiting.data(), num_waiting);
+  }
+}
+
+// ---- outputs ---
+
+// log softmax of the raw rows at T = 1, for everything emitted.
+void write_raw_logprobs(const VerifyTreeParams& p, const ThreadPool& pool, const Slice& slice) {
+  Buffer<LawTask> tasks(slice.count * p.nodes);
+  Buffer<int64_t> places(slice.count * p.nodes);
+  int64_t n = 0;
+  for (int64_t k = 0; k < slice.count; ++k) {
+    const Job& job = slice.jobs[k];
+    const int64_t b = job.request.b;
+    const int64_t depth = depth_of(p, b, job.winner);
+    for (int64_t i = 0; i <= depth; ++i) {
+      const int64_t v = i == 0 ? 0 : p.path[b * p.nodes + i - 1];
+      tasks[n] = LawTask(target_row(p, b, v), Filters{});
+      places[n++] = b * p.nodes + i;
+    }
+  }
+  compute_laws(pool, tasks.data(), n);
+  for (int64_t j = 0; j < n; ++j) {
+    if (!tasks[j].law.valid) continue;
+    p.logprobs[places[j]] = target_log_probability(tasks[j], p.out_tokens[places[j]]);
+  }
+}
+
+void verify_slice(const VerifyTreeParams& p, const ThreadPool& pool, int64_t begin, int64_t n) {
+  Slice slice(p, begin, n);
+  if (p.rule == TreeRule::kTraversal) {
+    traverse(p, pool, &slice);
+  } else {
+    walk(p, pool, &slice);
+  }
+  Buffer<DrawTask> draws(n);
+  for (int64_t k = 0; k < n; ++k) {
+    Job& job = slice.jobs[k];
+    const int64_t v = job.winner;
+    finish_tree(job.tree, job.visits[v], job.targets[v], job.drafts[v], &job.request);
+    draws[k] = job.request.draw;
+  }
+  draw_tokens(pool, draws.data(), n);
+  for (int64_t k = 0; k < n; ++k) {
+    const Job& job = slice.jobs[k];
+    write_tree(p, job.request, job.tree, job.winner);
+    if (job.request.has_target_law) {
+      write_tree_token(p, job.request.b, depth_of(p, job.request.b, job.winner), draws[k]);
+    }
+  }
+  if (p.raw_logprobs) write_raw_logprobs(p, pool, slice);
+}
+
+}  // namespace
+
+void verify_tree(const VerifyTreeParams& given, const ThreadPool& pool) {
+  VerifyTreeParams p = given;
+  const MapStorage storage(&p.map);
+  const int64_t slice = requests_per_slice(p);
+  for (int64_t begin = 0; begin < p.batch; begin += slice) {
+    verify_slice(p, pool, begin, begin + slice < p.batch ? slice : p.batch - begin);
+  }
+}
+
+}  // namespace SPECDEC_CPU_ISA
+}  // namespace specdec

@@ -1,0 +1,127 @@
+// The checks of what draft trees need beside verification: masks, attention, caches.
+#include <cmath>
+
+#include "arguments.h"
+#include "checker.h"
+#include "outputs.h"
+
+namespace specdec {
+namespace {
+
+constexpr int64_t kMaxHeadSize = 256;
+
+// Bytes that memory traffic of a GPU comes in.
+constexpr int64_t kWidestUnit = 16;
+
+// Divides every address of the cache's elements, and the bytes that lie next to each other there.
+int64_t common_unit(const Tensor& t, const CacheRows& rows, int64_t bytes) {
+  uint64_t alignment =
+      reinterpret_cast<uintptr_t>(t.mutable_data_ptr()) | static_cast<uint64_t>(kWidestUnit);
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) {
+    if (t.size(d) > 1) alignment |= static_cast<uint64_t>(t.stride(d) * bytes);
+  }
+  alignment |= static_cast<uint64_t>(rows.width * bytes);
+  const int64_t unit = static_cast<int64_t>(alignment & (~alignment + 1));
+  return rows.unit_stride == 1 && unit > bytes ? unit : bytes;
+}
+
+CacheRows rows_of(const Tensor& t) {
+  const int64_t bytes = static_cast<int64_t>(t.element_size()), last = t.dim() - 1;
+  CacheRows rows;
+  rows.data = t.mutable_data_ptr();
+  rows.width = t.size(last);
+  rows.unit_stride = rows.width == 1 ? 1 : t.stride(last);
+  const int64_t unit = common_unit(t, rows, bytes), elements = unit / bytes;
+  // Strides that are not multiples of a unit belong to dimensions of one entry.
+  rows.unit_bytes = static_cast<int32_t>(unit);
+  rows.width /= elements;
+  rows.heads = t.size(last - 1);
+  rows.head_stride = t.stride(last - 1) / elements;
+  rows.place_stride = t.stride(last - 2) / elements;
+  rows.request_stride = t.stride(last - 3) / elements;
+  rows.layer_stride = last == 4 ? t.stride(0) / elements : 0;
+  if (rows.heads == 1 || rows.head_stride == rows.width * rows.unit_stride) {
+    rows.width *= rows.heads;
+    rows.heads = 1;
+  }
+  return rows;
+}
+
+int64_t words_for_nodes(int64_t nodes) { return (nodes + 63) / 64; }
+
+}  // namespace
+
+TreeMaskCall check_tree_mask(Tensor parents) {
+  const Checker check("tree_mask", parents);
+  const IdArray ids = check.ids(parents, "parents", "[B, N]", {-1, -1});
+  const int64_t batch = parents.size(0), nodes = parents.size(1);
+  check.in_range("N, the nodes of parents,", nodes, 1, kMaxNodes + 1);
+  TreeMaskCall call{{},
+                    {new_tensor(parents, {batch, nodes, words_for_nodes(nodes)}, ScalarType::Long),
+                     new_tensor(parents, {batch, nodes}, ScalarType::Long),
+                     new_tensor(parents, {batch}, ScalarType::Int)}};
+  TreeMaskParams& p = call.params;
+  p.batch = batch;
+  p.nodes = nodes;
+  p.parents = ids;
+  p.ancestors = data_of<uint64_t>(std::get<0>(call.outputs));
+  p.depths = data_of<int64_t>(std::get<1>(call.outputs));
+  p.status = data_of<int32_t>(std::get<2>(call.outputs));
+  return call;
+}
+
+CompactKvCall check_compact_kv(Tensor k_cache, Tensor v_cache, Tensor path, Tensor num_accepted,
+                               Tensor seq_lens) {
+  const Checker check("compact_kv", k_cache);
+  check.cache(k_cache, "k_cache");
+  check.cache(v_cache, "v_cache");
+  const int64_t dims = k_cache.dim();
+  bool same = v_cache.dim() == dims;
+  for (int64_t d = 0; same && d < dims - 2; ++d) same = v_cache.size(d) == k_cache.size(d);
+  check.require(same, std::string("v_cache must have ") + (dims == 5 ? "Y, B and L" : "B and L") +
+                          " of k_cache " + describe(k_cache) + ", got " + describe(v_cache));
+  const int64_t batch = k_cache.size(dims - 4);
+  CompactKvCall call{{}, new_tensor(k_cache, {batch}, ScalarType::Int)};
+  CompactKvParams& p = call.params;
+  p.layers = dims == 5 ? k_cache.size(0) : 1;
+  p.batch = batch;
+  p.places = k_cache.size(dims - 3);
+  p.path = check.ids(path, "path", "[B, N]", {batch, -1});
+  p.steps = path.size(1);
+  p.num_accepted = check.ids(num_accepted, "num_accepted", "[B]", {batch});
+  p.seq_lens = check.ids(seq_lens, "seq_lens", "[B]", {batch});
+  p.caches[0] = rows_of(k_cache);
+  p.caches[1] = rows_of(v_cache);
+  p.status = data_of<int32_t>(call.outputs);
+  return call;
+}
+
+TreeAttentionCall check_tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors,
+                                       Tensor seq_lens, std::optional<double> scale,
+                                       double soft_cap) {
+  const Checker check("tree_attention", q);
+  check.vectors(q, "q", "[B, N, H, D]", {-1, -1, -1, -1});
+  const int64_t batch = q.size(0), nodes = q.size(1), heads = q.size(2), head_size = q.size(3);
+  check.in_range("N, the nodes of q,", nodes, 1, kMaxNodes + 1);
+  check.in_range("D, the head size of q,", head_size, 1, kMaxHeadSize + 1);
+  check.vectors(k_cache, "k_cache", "[B, L, Hkv, D]", {batch, -1, -1, head_size});
+  const int64_t groups = k_cache.size(2);
+  check.vectors(v_cache, "v_cache", "[B, L, Hkv, D]", {batch, k_cache.size(1), groups, head_size});
+  check.require(
+      q.scalar_type() == k_cache.scalar_type() && q.scalar_type() == v_cache.scalar_type(),
+      "q, k_cache and v_cache must have one dtype, got " + describe(q) + ", " + describe(k_cache) +
+          " and " + describe(v_cache));
+  check.require(heads >= 1 && groups >= 1 && heads % groups == 0,
+                "H, the heads of q, must be a multiple of Hkv, those of k_cache, got " +
+                    std::to_string(heads) + " and " + std::to_string(groups));
+  check.bit_words(ancestors, "ancestors", "[B, N, ceil(N/64)]",
+                  {batch, nodes, words_for_nodes(nodes)});
+  check.ids(seq_lens, "seq_lens", "[B]", {batch});
+  check.require(!scale.has_value() || std::isfinite(*scale),
+                "scale must be finite or None, got " + std::to_string(scale.value_or(0.0)));
+  check.require(std::isfinite(soft_cap) && soft_cap >= 0.0,
+                "soft_cap must be finite and >= 0, got " + std::to_string(soft_cap));
+  return {{}, new_tensor(q, {batch, nodes, heads, head_size}, q.scalar_type())};
+}
+
+}  // namespace specdec

@@ -1,0 +1,235 @@
+"""`generate` with trees: shapes, children and their laws, greedy equality, coupled sampling."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from generate_models import pair, prompts
+
+import specdec_ext
+from specdec_ext import ops
+from specdec_ext.decoding import GrownTree, StaticTree, sequoia_tree
+from specdec_ext.decoding.drafters.tree import ancestors
+from specdec_ext.decoding.trees import CHILDREN, Noise, draw_children
+from specdec_ext.testing import tv_bound
+
+NEW = 24
+RAGGED = [7, 4, 1, 5]
+TREES = {
+    "wide": StaticTree.from_widths((3, 2, 1)),
+    "iid": StaticTree.from_widths((2, 2), "iid"),
+    "trunk": StaticTree.from_widths((1, 1, 3), "rest"),
+    "top_k": StaticTree.from_widths((4, 2), "top_k"),
+    "coupled": StaticTree.from_widths((2, 2), "coupled"),
+    "chain": StaticTree.from_widths((1, 1, 1, 1)),
+    "uneven": StaticTree((-1, 0, 0, 0, 1, 1, 3, 4)),
+    "grown": GrownTree(nodes=12, depth=4, beam=3),
+}
+
+
+# ---- shapes --------------------------------------------------------------------------------------
+
+
+def test_levels_of_a_static_tree():
+    tree = StaticTree((-1, 0, 0, 0, 1, 1, 3, 4))
+    assert tree.depths == (0, 1, 1, 1, 2, 2, 2, 3)
+    assert [list(level) for level in tree.levels] == [[0], [1, 2, 3], [4, 5, 6], [7]]
+    assert list(tree.children_of(1)) == [4, 5] and list(tree.children_of(2)) == []
+    assert tree.depth == 3 and StaticTree((-1,)).depth == 0
+
+
+@pytest.mark.parametrize(
+    "parents", [(), (0,), (-1, 1), (-1, 0, 2), (-1, 0, 0, 2, 1), (-1, -1), (-1, 0, 1, 0)]
+)
+def test_what_is_no_tree_level_by_level(parents):
+    with pytest.raises(ValueError, match="parents|level by level"):
+        StaticTree(parents)
+
+
+def test_trees_that_are_refused():
+    with pytest.raises(ValueError, match="children must be one of"):
+        StaticTree((-1, 0), "beam")
+    with pytest.raises(ValueError, match="choosing among drawn ones would bias"):
+        GrownTree(8, 3, children="iid")
+    with pytest.raises(ValueError, match="nodes in"):
+        GrownTree(0, 3)
+    with pytest.raises(ValueError, match="widths must be at least 1"):
+        StaticTree.from_widths((2, 0))
+
+
+def _shapes(nodes: int) -> list[tuple[int, ...]]:
+    """List all trees of so many nodes, parents in any order that puts them first."""
+    return [(-1, *p) for p in itertools.product(*(range(v) for v in range(1, nodes)))]
+
+
+def _value(parents: tuple[int, ...], rates: list[float]) -> float:
+    """Tokens expected of a tree where the k-th child is accepted with rates[k]."""
+    reached, seen, total = [1.0], [0] * len(parents), 1.0
+    for parent in parents[1:]:
+        rank = seen[parent]
+        seen[parent] += 1
+        reached.append(reached[parent] * (rates[rank] if rank < len(rates) else 0.0))
+        total += reached[-1]
+    return total
+
+
+@pytest.mark.parametrize("rates", [[0.6, 0.2, 0.1], [0.4, 0.35, 0.2], [0.9, 0.05], [0.5]])
+@pytest.mark.parametrize("nodes", [1, 2, 5, 6])
+def test_sequoia_finds_the_best_of_all_trees(rates, nodes):
+    best = max(_value(parents, rates) for parents in _shapes(nodes))
+    assert _value(sequoia_tree(rates, nodes).parents, rates) == pytest.approx(best, abs=1e-12)
+
+
+def test_sequoia_keeps_to_its_depth():
+    assert sequoia_tree([0.9, 0.8], 12, max_depth=2).depth == 2
+
+
+def test_ancestors():
+    parents = torch.tensor([[-1, 0, 0, 1, 3]])
+    expected = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
+    assert [row.nonzero()[:, 0].tolist() for row in ancestors(parents, 3)[0]] == expected
+
+
+# ---- children ------------------------------------------------------------------------------------
+
+DRAWS = 40_000
+
+
+def _drawn(children: str, count: int, filters: dict) -> tuple[torch.Tensor, list[int]]:
+    row = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5]])
+    index = torch.arange(DRAWS)
+    noise = Noise(index, torch.full_like(index, 77), torch.zeros_like(index))
+    return draw_children(
+        row.expand(DRAWS, -1).contiguous(),
+        torch.ones_like(index),
+        count,
+        children,
+        noise,
+        {name: torch.full((DRAWS,), value) for name, value in filters.items()},
+    )
+
+
+def _q(filters: dict) -> torch.Tensor:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5], dtype=torch.float64)
+    if "top_k" in filters:
+        kept = logits.topk(filters["top_k"]).values[-1]
+        logits = logits.masked_fill(logits < kept, -torch.inf)
+    return (logits / filters.get("temperature", 1.0)).softmax(0)
+
+
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.6, "top_k": 4}], ids=["plain", "top_k"])
+@pytest.mark.parametrize("children", CHILDREN)
+def test_law_of_two_children(children, filters):
+    """The joint law of the first two; a total variation of tv_bound has chance 1e-9."""
+    tokens, kinds = _drawn(children, 2, filters)
+    q = _q(filters)
+    size = len(q)
+    if children == "iid":
+        law = q[:, None] * q
+    elif children in ("without_replacement", "coupled"):  # a race draws without replacement, too
+        law = q[:, None] * q / (1 - q)[:, None]
+        law.fill_diagonal_(0.0)
+    elif children == "top_k":
+        law = torch.zeros(size, size, dtype=torch.float64)
+        law[3, 1] = 1.0
+    else:  # the top token, and before it one of the rest
+        rest = q.clone()
+        rest[3] = 0.0
+        law = torch.zeros(size, size, dtype=torch.float64)
+        law[:, 3] = rest / rest.sum()
+    counts = torch.bincount(tokens[:, 0] * size + tokens[:, 1], minlength=size**2).double()
+    distance = (counts / DRAWS - law.flatten()).abs().sum() / 2
+    assert distance < tv_bound(DRAWS, size**2)
+    expected = {"iid": [1, 1], "without_replacement": [2, 2], "rest": [3, 0]}
+    assert kinds == expected.get(children, [0, 0])
+
+
+def test_a_law_with_fewer_tokens_than_children():
+    tokens, _ = _drawn("without_replacement", 3, {"top_k": 2})
+    assert (tokens[:, 2] == -1).all()
+    assert (tokens[:, :2].sort(1).values == torch.tensor([1, 3])).all()
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[6], RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", TREES)
+def test_greedy_equals_plain_decoding(name, lengths):
+    target, draft = pair(noise=0.02)
+    ids, mask = prompts(lengths)
+    limits = [NEW - 3 * i for i in range(len(lengths))]
+    plain, _ = specdec_ext.generate(target, None, ids, attention_mask=mask, max_new_tokens=limits)
+    found, statistics = specdec_ext.generate(
+        target, draft, ids, attention_mask=mask, max_new_tokens=limits, tree=TREES[name]
+    )
+    assert torch.equal(found, plain)
+    assert 1.0 < statistics.tokens_per_target_call < TREES[name].depth + 1
+    assert statistics.new_tokens == limits
+
+
+@pytest.mark.parametrize("rule", ops.TREE_RULES)
+def test_every_rule_is_greedy_at_temperature_zero(rule):
+    target, draft = pair(noise=0.02)
+    ids, mask = prompts(RAGGED)
+    plain, _ = specdec_ext.generate(target, None, ids, attention_mask=mask, max_new_tokens=NEW)
+    found, _ = specdec_ext.generate(
+        *(target, draft, ids),
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        tree=TREES["wide"],
+        rule=rule,
+    )
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations(attention):
+    target, draft = pair(noise=0.02)
+    for model in (target, draft):
+        model.float().set_attn_implementation(attention)
+    ids, mask = prompts(RAGGED)
+    plain, _ = specdec_ext.generate(target, None, ids, attention_mask=mask, max_new_tokens=NEW)
+    found, _ = specdec_ext.generate(
+        target, draft, ids, attention_mask=mask, max_new_tokens=NEW, tree=TREES["wide"]
+    )
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_coupled_sampling_is_that_of_plain_decoding(name):
+    target, draft = pair(noise=0.02)
+    ids, mask = prompts(RAGGED)
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": 0.8, "seeds": 3}
+    plain, _ = specdec_ext.generate(target, None, ids, rule="coupled", **options)
+    found, statistics = specdec_ext.generate(
+        target, draft, ids, tree=TREES[name], rule="coupled", **options
+    )
+    assert torch.equal(found, plain)
+    assert statistics.tokens_per_target_call > 1.0
+
+
+def test_an_end_of_text_inside_a_path():
+    target, draft = pair(noise=0.02)
+    ids, _ = prompts([6, 6])
+    plain, _ = specdec_ext.generate(target, None, ids, max_new_tokens=NEW, eos_token_id=())
+    stop = int(plain[0, ids.shape[1] + 4])
+    expected, _ = specdec_ext.generate(target, None, ids, max_new_tokens=NEW, eos_token_id=stop)
+    found, _ = specdec_ext.generate(
+        target, draft, ids, max_new_tokens=NEW, eos_token_id=stop, tree=TREES["wide"]
+    )
+    assert torch.equal(found, expected)
+
+
+def test_models_that_cannot_draft_trees():
+    ids, _ = prompts([5])
+    with pytest.raises(TypeError, match="causal model where a tree is asked for"):
+        specdec_ext.generate(pair()[0], None, ids, tree=TREES["wide"])
+    with pytest.raises(ValueError, match="trees need position ids of their own"):
+        specdec_ext.generate(*pair("mistral_window"), ids, tree=TREES["wide"])
+    with pytest.raises(ValueError, match='rule must be one of.*"traversal"'):
+        specdec_ext.generate(
+            *pair(), ids, tree=TREES["wide"], rule="block", temperature=1.0, max_new_tokens=2
+        )

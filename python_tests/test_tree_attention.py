@@ -1,0 +1,348 @@
+"""tree_attention: equal to attention under the dense mask; whole models that run on trees."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+from conftest import CPU, REFERENCE, TRITON, Backend
+from test_tree_mask import random_parents
+from torch.nn.functional import scaled_dot_product_attention
+
+import specdec_ext
+from specdec_ext import attention, ops
+
+# Triton's interpreter does bfloat16 products in float32, which is what hardware does.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+def make(nodes, heads, key_heads, size, places, dtype=torch.float32, batch=3):
+    """A call: trees of several sizes behind prefixes of several lengths."""
+    generator = torch.Generator().manual_seed(nodes * 1000 + size)
+    sizes = [nodes, max(nodes - 2, 1), 1][:batch]
+    lens = torch.tensor([places - nodes, (places - nodes) // 2, 0])[:batch]
+    q, k, v = (
+        torch.randn(batch, n, h, size, generator=generator).to(dtype)
+        for n, h in ((nodes, heads), (places, key_heads), (places, key_heads))
+    )
+    tree = specdec_ext.tree_mask(random_parents(sizes, nodes))
+    return dict(q=q, k_cache=k, v_cache=v, ancestors=tree.ancestors, seq_lens=lens)
+
+
+def dense(q, k_cache, v_cache, ancestors, seq_lens, scale=None):
+    """The same by torch, in float64 under a dense mask; padding nodes are zeroed."""
+    nodes, places = q.shape[1], k_cache.shape[1]
+    mask = specdec_ext.dense_tree_mask(
+        ancestors, seq_lens, places - nodes, layout="packed", dtype=torch.bool
+    )
+    heads = (t.transpose(1, 2).double() for t in (q, k_cache, v_cache))
+    out = scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2) * (ancestors != 0).any(2)[..., None, None]
+
+
+def assert_close(found, expected, dtype):
+    """Close in units of the largest output, as sums of rounded values are."""
+    error = (found.double() - expected.double()).abs().max()
+    bound = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+    assert found.dtype == dtype and float(error) <= bound, float(error)
+
+
+@pytest.fixture(params=[CPU, TRITON], ids=lambda b: b.name)
+def attending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The backends that have it; Triton's with splits, few keys as there are."""
+    if request.param is TRITON:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(
+            importlib.import_module("specdec_ext.triton.tree_attention"), "LEAST_KEYS", 32
+        )
+    else:
+        monkeypatch.setattr(attention, "CAPPED_KEYS", 40)
+    return request.param
+
+
+SHAPES = {
+    "grouped heads": (6, 4, 2, 64, 90),
+    "two words of bits": (70, 2, 2, 80, 120),
+    "one key head": (9, 6, 1, 96, 30),
+    "no split": (12, 2, 2, 128, 31),
+    "wide heads": (4, 2, 1, 256, 70),
+    "one node": (1, 1, 1, 64, 40),
+    "three words, no prefix": (140, 2, 1, 16, 140),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_like_a_dense_mask(attending, shape, dtype):
+    call = make(*SHAPES[shape], dtype=dtype)
+    expected = dense(**call)
+    assert_close(REFERENCE.tree_attention(**call), expected, dtype)
+    assert_close(attending.tree_attention(**call), expected, dtype)
+
+
+@pytest.mark.parametrize("options", [dict(scale=0.02), dict(scale=-1.5), dict(scale=0.0)], ids=str)
+def test_scale(attending, options):
+    call = make(6, 4, 2, 64, 60)
+    assert_close(
+        attending.tree_attention(**call, **options), dense(**call, **options), torch.float32
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("options", [dict(soft_cap=2.0), dict(soft_cap=30.0, scale=5.0)], ids=str)
+def test_soft_cap(attending, options, dtype):
+    call = make(9, 4, 2, 32, 100, dtype=dtype)
+    expected = REFERENCE.tree_attention(**call, **options)
+    assert_close(attending.tree_attention(**call, **options), expected, dtype)
+    # The control: the cap matters here.
+    uncapped = REFERENCE.tree_attention(**call, scale=options.get("scale"))
+    assert float((uncapped.double() - expected.double()).abs().max()) > 0.05
+
+
+def test_the_soft_cap_by_hand(attending):
+    # Scores 2 atanh(w) / 2 under a cap of 1 are logits w.
+    logits = torch.tensor([0.1, 0.7, -0.4])
+    keys = torch.atanh(logits).view(1, 3, 1, 1)
+    values = torch.eye(3).view(1, 3, 1, 3)
+    q = torch.ones(1, 1, 1, 1)
+    bits = torch.ones(1, 1, 1, dtype=torch.int64)
+    call = dict(ancestors=bits, seq_lens=torch.tensor([2]), scale=1.0, soft_cap=1.0)
+    found = [attending.tree_attention(q, keys, values[..., i : i + 1], **call) for i in range(3)]
+    torch.testing.assert_close(torch.cat(found).flatten(), logits.softmax(0))
+
+
+def test_any_strides(attending):
+    call = make(6, 4, 2, 32, 60)
+    expected = attending.tree_attention(**call)
+    for name in ("q", "k_cache", "v_cache"):
+        t = call[name].transpose(1, 2).contiguous().transpose(1, 2)
+        wide = torch.full((*t.shape[:-1], 40), math.nan)
+        for other in (t, wide[..., 3:35].copy_(t)):
+            found = attending.tree_attention(**{**call, name: other})
+            torch.testing.assert_close(found, expected)
+    turned = call["ancestors"].transpose(0, 1).contiguous().transpose(0, 1)
+    narrow = torch.stack([call["seq_lens"]] * 2, 1).int()[:, 1]
+    found = attending.tree_attention(**{**call, "ancestors": turned, "seq_lens": narrow})
+    assert torch.equal(found, expected)
+
+
+def test_what_lies_behind_the_tree_is_not_read(attending):
+    call = make(6, 4, 2, 32, 60)
+    expected = attending.tree_attention(**call)
+    for b, length in enumerate(call["seq_lens"].tolist()):
+        for name in ("k_cache", "v_cache"):
+            call[name][b, length + 6 :] = math.nan
+    assert torch.equal(attending.tree_attention(**call), expected)
+
+
+@pytest.mark.parametrize("length", [-1, 55, 2**40, -(2**60)])
+def test_a_tree_outside_the_cache(attending, length):
+    call = make(6, 4, 2, 32, 60)
+    expected = attending.tree_attention(**call)
+    call["seq_lens"][1] = length
+    found = attending.tree_attention(**call)
+    assert bool(found[1].isnan().all())
+    assert torch.equal(found[::2], expected[::2])
+
+
+def test_bits_are_what_is_seen(attending):
+    # Not only trees: any node may see any other; bits of nodes that there are none of do nothing.
+    call = make(5, 2, 2, 16, 20)
+    bits = torch.tensor([[31, 4, 0, 1, 16], [2, 2, 2, 2, 2], [0, 0, 0, 0, 8]])
+    call["ancestors"] = bits[..., None]
+    expected = REFERENCE.tree_attention(**call)
+    assert_close(attending.tree_attention(**call), expected, torch.float32)
+    call["ancestors"] = bits[..., None] | -(2**5)
+    assert_close(attending.tree_attention(**call), expected, torch.float32)
+    assert not expected[0, 2].any() and expected[0, 3].any()
+
+
+def test_nothing_to_attend(attending):
+    call = make(5, 4, 2, 16, 20)
+    none = {name: value[:0] for name, value in call.items()}
+    assert attending.tree_attention(**none).shape == (0, 5, 4, 16)
+
+
+def test_scores_of_any_size(attending):
+    # Nothing overflows: the softmax is shifted, over splits and over prefix and tree.
+    call = make(6, 2, 2, 16, 90)
+    call["q"] *= 200
+    found = attending.tree_attention(**call)
+    assert_close(found, dense(**call), torch.float32)
+
+
+def test_outputs_do_not_require_grad():
+    call = make(5, 4, 2, 16, 20)
+    call["q"].requires_grad_()
+    call["v_cache"].requires_grad_()
+    assert not specdec_ext.tree_attention(**call).requires_grad
+
+
+def test_cuda_is_no_other_name_for_triton(monkeypatch):
+    # On a GPU the operator is Triton's: who asks for CUDA C++ by name must not get that.
+    monkeypatch.setattr(ops, "resolve", lambda op, backend, device: torch.ops.specdec)
+    with pytest.raises(ValueError, match="^tree_attention: backend 'cuda' has no kernels for it"):
+        specdec_ext.tree_attention(**make(5, 4, 2, 16, 20), backend="cuda")
+
+
+def test_memory_does_not_grow_with_the_mask():
+    # Nothing that a call allocates grows with L, the blocks of scores under a soft cap included.
+    call = make(64, 2, 1, 16, 40_064, batch=1)
+    given = {t.untyped_storage().data_ptr() for t in call.values()}
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple) else (out,):
+                if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
+                    largest = max(largest, t.untyped_storage().nbytes())
+            return out
+
+    for options in ({}, dict(soft_cap=3.0)):
+        with Watch():
+            attention.tree_attention(**call, **options)
+    scores = 64 * 2 * attention.CAPPED_KEYS * 4
+    assert 0 < largest <= scores < 64 * 40_064
+
+
+# ---- in models ----------------------------------------------------------------------------------
+
+
+def compiled_step(call):
+    tree = specdec_ext.tree_attention(**call)
+    return tree * 2, specdec_ext.tree_attention(**{**call, "soft_cap": 3.0})
+
+
+def test_compiled():
+    compiled = torch.compile(compiled_step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for nodes in (5, 9):
+        call = make(nodes, 4, 2, 16, 40)
+        for a, b in zip(compiled(call), compiled_step(call), strict=True):
+            assert torch.equal(a, b)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, parents, q, k_cache, v_cache, path, accepted, seq_lens):
+        tree = torch.ops.specdec.tree_mask(parents)
+        out = specdec_ext.tree_attention(q, k_cache, v_cache, tree[0], seq_lens)
+        status = specdec_ext.compact_kv(k_cache, v_cache, path, accepted, seq_lens)
+        return out, status, k_cache + v_cache
+
+
+def test_export():
+    call = make(5, 4, 2, 16, 40)
+    small = (torch.tensor([[1, 3, -1]] * 3), torch.tensor([2, 2, 1]), call["seq_lens"])
+
+    def arguments():
+        caches = (call["k_cache"].clone(), call["v_cache"].clone())
+        return random_parents([5, 3, 1], 5), call["q"], *caches, *small
+
+    program = torch.export.export(Layer(), arguments())
+    for a, b in zip(program.module()(*arguments()), Layer()(*arguments()), strict=True):
+        assert torch.equal(a, b)
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {f"specdec.{name}.default" for name in ("tree_mask", "compact_kv")} <= targets
+
+
+@pytest.fixture(scope="module")
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        initializer_range=0.2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+PREFIXES = [[3, 14, 15, 9, 26], [5, 35, 8]]
+PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 1, -1, -1, -1]])
+TOKENS = torch.tensor([[7, 11, 12, 13, 14, 15, 16], [8, 21, 22, 23, 0, 0, 0]])
+
+
+def plain_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0, -1]
+
+
+def tokens_to(b, v):
+    """The tokens from the root to a node."""
+    path = []
+    while v >= 0:
+        path.insert(0, int(TOKENS[b, v]))
+        v = int(PARENTS[b, v])
+    return path
+
+
+@torch.no_grad()
+def tree_forward(model, layout, mask_of):
+    """Prefill a padded batch, then run the trees in one call."""
+    from transformers import DynamicCache
+
+    width = max(map(len, PREFIXES))
+    counts = torch.zeros(2, width, dtype=torch.int64)
+    ids = torch.zeros(2, width, dtype=torch.int64)
+    for b, prefix in enumerate(PREFIXES):
+        where = slice(width - len(prefix), None) if layout == "left" else slice(len(prefix))
+        counts[b, where], ids[b, where] = 1, torch.tensor(prefix)
+    cache = DynamicCache(config=model.config)
+    positions = (counts.cumsum(1) - 1).clamp(min=0)
+    model(ids, attention_mask=counts, position_ids=positions, past_key_values=cache)
+    tree = specdec_ext.tree_mask(PARENTS)
+    lens = counts.sum(1)
+    logits = model(
+        TOKENS,
+        attention_mask=mask_of(tree.ancestors, lens, width, counts),
+        position_ids=specdec_ext.tree_position_ids(tree.depths, lens),
+        past_key_values=cache,
+    ).logits
+    return logits, cache, counts
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("layout", ["left", "right", "holes"])
+def test_a_model_run_on_trees(llama, layout, implementation):
+    def mask_of(ancestors, lens, width, counts):
+        if layout == "holes":
+            return specdec_ext.dense_tree_mask(ancestors, prefix_mask=counts)
+        return specdec_ext.dense_tree_mask(ancestors, lens, width, layout=layout)
+
+    llama.set_attn_implementation(implementation)
+    logits, _, _ = tree_forward(llama, "left" if layout == "left" else "right", mask_of)
+    for b, prefix in enumerate(PREFIXES):
+        for v in range(7 if b == 0 else 4):
+            expected = plain_logits(llama, prefix + tokens_to(b, v))
+            torch.testing.assert_close(logits[b, v], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_decoding_goes_on_after_compaction(llama):
+    # Left-padded prefixes end in one column: all trees begin at the same place of the cache.
+    def mask_of(ancestors, lens, width, counts):
+        return specdec_ext.dense_tree_mask(ancestors, lens, width)
+
+    llama.set_attn_implementation("sdpa")
+    _, cache, counts = tree_forward(llama, "left", mask_of)
+    width = counts.shape[1]
+    path, accepted = torch.tensor([[2, 4, 6], [1, 3, -1]]), torch.tensor([3, 2])
+    starts = torch.full((2,), width)
+    for layer in cache.layers:
+        kept = (t.transpose(1, 2) for t in (layer.keys, layer.values))
+        assert specdec_ext.compact_kv(*kept, path, accepted, starts).tolist() == [0, 0]
+    # The root and the accepted nodes count; what lies behind them does not.
+    held = torch.arange(7)[None] <= accepted[:, None]
+    counts = torch.cat([counts, held.long(), torch.ones(2, 1, dtype=torch.int64)], 1)
+    with torch.no_grad():
+        logits = llama(
+            torch.tensor([[40], [41]]),
+            attention_mask=counts,
+            position_ids=counts.sum(1, keepdim=True) - 1,
+            past_key_values=cache,
+        ).logits[:, 0]
+    for b, (node, token) in enumerate(((6, 40), (3, 41))):
+        expected = plain_logits(llama, PREFIXES[b] + tokens_to(b, node) + [token])
+        torch.testing.assert_close(logits[b], expected, rtol=1e-4, atol=1e-4)

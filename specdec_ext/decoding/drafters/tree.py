@@ -1,0 +1,193 @@
+"""A smaller causal model that drafts a tree, one call a level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_ext.decoding.cache import CachedModel
+from specdec_ext.decoding.drafters import Requests, last_tokens
+from specdec_ext.decoding.trees import (
+    GrownTree,
+    StaticTree,
+    TreeDraft,
+    draft_grown,
+    draft_static,
+)
+
+__all__ = ["TreeDrafter", "ancestors"]
+
+
+def ancestors(parents: Tensor, depth: int) -> Tensor:
+    """Which nodes each node sees, ``[B, N, N]`` bool: its ancestors and itself.
+
+    Parameters
+    ----------
+    parents : Tensor
+        ``[B, N]`` int64, -1 at the root.
+    depth : int
+        The deepest level.
+    """
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    seen = (nodes[:, None] == nodes).expand(parents.shape[0], -1, -1)
+    above = parents
+    for _ in range(depth):
+        seen = seen | (above[:, :, None] == nodes)
+        above = torch.where(above >= 0, parents.gather(1, above.clamp(min=0)), -1)
+    return seen
+
+
+class TreeDrafter:
+    """Drafts trees with a causal model under the target's own filters.
+
+    Nodes of the last level are never run here: nothing would read their logits. So the model lacks
+    two tokens after a path to the last level was accepted, else one; the next round's first call
+    takes in whichever is missing, as in `ModelDrafter`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model called as Hugging Face models are, over the target's tokens.
+    tree : StaticTree or GrownTree
+        What to draft.
+    """
+
+    def __init__(self, model: Any, tree: StaticTree | GrownTree) -> None:
+        self.model = model
+        self.tree = tree
+        self._cached: CachedModel | None = None
+        self._requests: Requests
+        self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
+        self._runs: Tensor  # [B, N]: which of the tokens run in this round a node is, -1: none
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, prefill excluded."""
+        return 0 if self._cached is None else self._cached.calls
+
+    def start(self, requests: Requests) -> None:
+        """Run the prompts but their last tokens."""
+        ids, mask = requests.input_ids, requests.attention_mask
+        self._requests = requests
+        self._cached = CachedModel(self.model, requests.ends, room=requests.room)
+        self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
+        self._missing = ids[:, -1:]
+
+    def propose(self, positions: Tensor) -> TreeDraft:
+        """Draft a tree for each request; ``positions`` ``[B]`` is where level 1 goes."""
+        assert self._cached is not None, "start() comes first"
+        root = self._missing[:, -1]
+        self._cached.begin_tree()
+        if isinstance(self.tree, StaticTree):
+            draft = self._propose_static(self.tree, root, positions)
+        else:
+            draft = self._propose_grown(self.tree, root)
+        self._runs = torch.where(self._runs >= 0, self._runs + self._lead, -1)
+        return draft
+
+    @property
+    def _lead(self) -> int:
+        """Tokens of the text that are run before the root, in the same call."""
+        return self._missing.shape[1] - 1
+
+    def _run(self, tokens: Tensor, seen: Tensor, depths: Tensor) -> Tensor:
+        """Run nodes that see ``seen`` ``[B, m, t]`` of the tree; the root brings its lead along."""
+        assert self._cached is not None
+        batch, new, known = seen.shape
+        lead = self._lead
+        seen = torch.cat([seen.new_ones(batch, new, lead), seen], 2)
+        depths = depths.expand(batch, new) + lead
+        if known == 1 and lead:  # the root
+            tokens = self._missing
+            steps = torch.arange(lead + 1, device=tokens.device)
+            seen = (steps[:, None] >= steps).expand(batch, -1, -1)
+            depths = steps.expand(batch, -1)
+        return self._cached.forward_nodes(tokens, seen, depths)[:, -new:]
+
+    def _propose_static(self, tree: StaticTree, root: Tensor, positions: Tensor) -> TreeDraft:
+        device = root.device
+        parents = torch.tensor(tree.parents, device=device)[None]
+        seen = ancestors(parents, tree.depths[-1]).expand(root.shape[0], -1, -1)
+        depths = torch.tensor(tree.depths, device=device)
+
+        def extend(tokens: Tensor, nodes: range) -> Tensor:
+            level = slice(nodes.start, nodes.stop)
+            return self._run(tokens, seen[:, level, : nodes.stop], depths[level])
+
+        inner = tree.levels[-1].start
+        nodes = torch.arange(len(tree.parents), device=device)
+        self._runs = torch.where(nodes < inner, nodes, -1).expand(root.shape[0], -1)
+        seeds = self._requests.seeds
+        if seeds is None:  # nothing is drawn at random, but samplers ask for noise
+            seeds = torch.zeros_like(positions)
+        return draft_static(tree, root, extend, seeds, positions, self._law_parameters())
+
+    def _propose_grown(self, tree: GrownTree, root: Tensor) -> TreeDraft:
+        seen: Tensor | None = None
+        depths: Tensor
+
+        def extend(tokens: Tensor, parents: Tensor) -> Tensor:
+            nonlocal seen, depths
+            batch, new = tokens.shape
+            own = torch.eye(new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+            if seen is None:
+                seen = own
+                depths = torch.zeros_like(tokens)
+            else:
+                wide = parents[:, :, None].expand(-1, -1, seen.shape[2])
+                above = seen.gather(1, wide)
+                depths = torch.cat([depths, depths.gather(1, parents) + 1], 1)
+                old = torch.nn.functional.pad(seen, (0, new))
+                seen = torch.cat([old, torch.cat([above, own], 2)], 1)
+            return self._run(tokens, seen[:, -new:], depths[:, -new:])
+
+        draft, self._runs = draft_grown(tree, root, extend, self._law_parameters())
+        return draft
+
+    def _law_parameters(self) -> dict[str, Any]:
+        if self._requests.greedy:
+            return {"temperature": torch.zeros_like(self._requests.ends, dtype=torch.float32)}
+        return dict(self._requests.filters)
+
+    def commit(
+        self, tokens: Tensor, path: Tensor, accepted: Sequence[int], num_accepted: Tensor
+    ) -> None:
+        """Keep what was accepted and note which tokens the cache lacks.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, N]``: ``accepted[b]`` draft tokens, the final token, then anything.
+        path : Tensor
+            ``[B, N]``: the accepted nodes, then anything.
+        accepted : sequence of int
+            One number a request.
+        num_accepted : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+        assert self._cached is not None, "start() comes first"
+        count = num_accepted.long()
+        last = path.gather(1, (count - 1).clamp(min=0)[:, None]).clamp(min=0)
+        lacks = (self._runs.gather(1, last)[:, 0] < 0) & (count > 0)
+        lacking: list[bool] = lacks.tolist()
+        width = 2 if any(lacking) else 1
+        nodes = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], 1)
+        lead = torch.arange(self._lead, device=path.device).expand(path.shape[0], -1)
+        runs = torch.cat([lead, self._runs.gather(1, nodes[:, :-1])], 1)
+        # The lead, the root and the accepted nodes but the one that is (or may be) fed again.
+        most = self._lead + 2 - width
+        self._cached.keep_nodes(runs, [most + n for n in accepted], most + count)
+        history = torch.cat([self._missing[:, -1:], tokens], 1)
+        self._missing = last_tokens(history, [n + 1 for n in accepted], count + 1, width)
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        assert self._cached is not None, "start() comes first"
+        self._requests = self._requests.select(rows)
+        self._cached.select(rows, indices)
+        self._missing = self._missing[rows]
+        if hasattr(self, "_runs"):
+            self._runs = self._runs[rows]

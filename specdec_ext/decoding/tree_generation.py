@@ -1,0 +1,114 @@
+"""The rounds of `generate` with a tree in place of a chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_ext import ops
+from specdec_ext.decoding.drafters import last_tokens
+from specdec_ext.decoding.drafters.tree import TreeDrafter, ancestors
+from specdec_ext.decoding.generate import Burst, _Generation
+
+__all__ = ["TreeGeneration"]
+
+
+class TreeGeneration(_Generation):
+    """As `_Generation`, whose loop it shares; a round drafts and verifies a tree."""
+
+    lossless = ("traversal", "recursive", "target_only", "coupled")
+    drafter: Any
+
+    def step(self) -> list[Burst]:
+        """One round: every running request gains between 1 and depth + 1 tokens."""
+        assert isinstance(self.drafter, TreeDrafter)
+        self.clock.start("draft")
+        draft = self.drafter.propose(self.positions)
+
+        self.clock.start("target")
+        seen = ancestors(draft.parents, self.gamma)
+        depths = seen.sum(-1) - 1
+        self.target.begin_tree()
+        logits = self.target.forward_nodes(draft.tokens, seen, depths)  # [B, N, V]
+
+        self.clock.start("verify")
+        verified = ops.verify_tree(
+            logits,
+            draft.tokens,
+            draft.parents,
+            draft.logits,
+            kinds=draft.kinds,
+            draft_rows=draft.rows,
+            seeds=self.seeds,
+            positions=self.positions,
+            rule=self.rule,
+            **self.filters,
+        )
+
+        self.clock.start("rest")
+        winner = _last_node(verified.path, verified.num_accepted)
+        has_child = (draft.parents[:, 1:] == winner).any(1)
+        rows = torch.cat(
+            [
+                verified.tokens,
+                verified.num_accepted[:, None],
+                has_child[:, None],
+                verified.status[:, None],
+            ],
+            1,
+        ).tolist()  # the round's one host synchronisation (and the draft's, where it lacks tokens)
+        self.statistics.rounds += 1
+        bursts = [self._append_path(i, row) for i, row in enumerate(rows)]
+        self._raise_if_fatal([row[-1] for row in rows])
+        self._commit_path(verified, [row[-3] for row in rows], bursts)
+        return bursts
+
+    def _append_path(self, i: int, row: list[int]) -> Burst:
+        """Add to running request ``i`` what the round emitted, up to its end; count it."""
+        b, accepted, has_child, status = self.running[i], row[-3], bool(row[-2]), row[-1]
+        lawless = status & ops.STATUS_NO_TARGET_LAW  # the final token is a placeholder
+        tokens = row[: accepted + (0 if lawless else 1)]
+        tokens = tokens[: self.limits[b] - len(self.new[b])]
+        for n, token in enumerate(tokens, 1):
+            if token in self.stop:
+                tokens = tokens[:n]
+                break
+        rejected = has_child and len(tokens) == accepted + 1
+        accepted = min(accepted, len(tokens))
+        self.new[b] += tokens
+        self.statistics.record(
+            b,
+            drafted=len(row) - 4,
+            accepted=accepted,
+            emitted=len(tokens),
+            rejected=rejected,
+        )
+        return Burst(b, tokens, accepted, None)
+
+    def _commit_path(
+        self, verified: ops.VerifyTreeResult, accepted: list[int], bursts: list[Burst]
+    ) -> None:
+        """Drop the requests that ended; of both caches keep what the others accepted."""
+        tokens, path, num_accepted = verified.tokens, verified.path, verified.num_accepted
+        going = self._going(bursts)
+        if not going:
+            self.running = []
+            return
+        if len(going) < len(bursts):
+            kept = self._keep(going)
+            tokens, path, num_accepted = tokens[kept], path[kept], num_accepted[kept]
+            accepted = [accepted[i] for i in going]
+            self.running = [self.running[i] for i in going]
+        nodes = torch.cat([torch.zeros_like(path[:, :1]), path[:, :-1]], 1)
+        self.target.keep_nodes(nodes, [n + 1 for n in accepted], num_accepted + 1)
+        self.drafter.commit(tokens, path, accepted, num_accepted)
+        self.last = last_tokens(tokens, accepted, num_accepted, 1)
+        self.positions = self.positions + num_accepted + 1
+
+
+def _last_node(path: Tensor, num_accepted: Tensor) -> Tensor:
+    """Return the node where each request ended, ``[B, 1]``."""
+    last = path.gather(1, (num_accepted.long() - 1).clamp(min=0)[:, None])
+    return torch.where(num_accepted[:, None] > 0, last, 0)

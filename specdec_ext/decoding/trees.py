@@ -1,0 +1,547 @@
+"""Trees of draft tokens: their shapes, and how the children of a node are drawn.
+
+Children of a node (`CHILDREN`):
+
+* ``"without_replacement"``: drawn from q, each without the siblings before it;
+* ``"iid"``: drawn from q independently, repeats allowed;
+* ``"rest"``: the k - 1 likeliest tokens, and visited before them one that is drawn from q without
+  those ("GDS");
+* ``"top_k"``: the k likeliest tokens;
+* ``"coupled"``: the first k to arrive in the race that the target will run, too. Made for the rule
+  "coupled", which accepts more of them.
+
+All of these, and a `GrownTree`, are lossless under every rule of `specdec_ext.verify_tree`: drawn
+children are declared as drawn, with the law that they were drawn from, all others as deterministic.
+What would *not* be lossless cannot be asked for: choosing among children that were drawn by their
+value (a tree that is grown by value has no drawn children, and `GrownTree` refuses them), or two
+ways of drawing at one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_ext import ops, reference
+
+__all__ = [
+    "CHILDREN",
+    "GrownTree",
+    "StaticTree",
+    "TreeDraft",
+    "draft_grown",
+    "draft_static",
+    "draw_children",
+    "sequoia_tree",
+]
+
+#: How the children of a node can be drawn.
+CHILDREN = ("without_replacement", "iid", "rest", "top_k", "coupled")
+
+_DETERMINISTIC, _IID, _WITHOUT_REPLACEMENT, _REST = range(4)
+_DRAFT, _COUPLED = 2, 3
+
+
+class TreeDraft(NamedTuple):
+    """A drafted tree, in the arguments of `specdec_ext.verify_tree`.
+
+    Attributes
+    ----------
+    tokens : Tensor
+        ``[B, N]`` int64; node 0 is the root.
+    parents : Tensor
+        ``[B, N]`` int64.
+    kinds : Tensor
+        ``[B, N]`` int8.
+    logits : Tensor or None
+        ``[B, R, V]``, the laws that children were drawn from; None where none was drawn.
+    rows : Tensor or None
+        ``[B, N]`` int64, the law of each node's children, -1 where it has none.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    kinds: Tensor
+    logits: Tensor | None
+    rows: Tensor | None
+
+
+# -------------------------------------------------------------------------------------------------
+# Shapes
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree whose shape is known before anything is drafted.
+
+    Parameters
+    ----------
+    parents : tuple of int
+        Parent of each node, -1 for the root (node 0), level by level.
+    children : {"without_replacement", "iid", "rest", "top_k", "coupled"}
+        How the children of a node are drawn; see the table of this module.
+
+    Raises
+    ------
+    ValueError
+        Nodes that are no tree in breadth-first order, or unknown children.
+
+    Examples
+    --------
+    >>> from specdec_ext.decoding import StaticTree
+    >>> StaticTree.from_widths((2, 1)).parents
+    (-1, 0, 0, 1, 2)
+    >>> StaticTree.from_widths((1, 1, 3)).parents  # delayed branching: a trunk, then a tree
+    (-1, 0, 1, 2, 2, 2)
+    """
+
+    parents: tuple[int, ...]
+    children: str = "without_replacement"
+
+    def __post_init__(self) -> None:
+        """Check the topology."""
+        if self.children not in CHILDREN:
+            raise ValueError(f"children must be one of {CHILDREN}, got {self.children!r}")
+        if not 1 <= len(self.parents) <= 1024 or self.parents[0] != -1:
+            raise ValueError(f"parents must be those of 1 to 1024 nodes, -1 first: {self.parents}")
+        for node, (before, parent) in enumerate(
+            zip(self.parents, self.parents[1:], strict=False), 1
+        ):
+            if not max(before, 0) <= parent < node:
+                raise ValueError(
+                    f"nodes must come level by level, children of one node together; node {node} "
+                    f"has parent {parent} after a node of parent {before}"
+                )
+
+    @classmethod
+    def from_widths(
+        cls, widths: Sequence[int], children: str = "without_replacement"
+    ) -> StaticTree:
+        """Make a tree in which every node of level i has ``widths[i]`` children."""
+        parents, level = [-1], [0]
+        for width in widths:
+            if width < 1:
+                raise ValueError(f"widths must be at least 1, got {tuple(widths)}")
+            first = len(parents)
+            parents += [node for node in level for _ in range(width)]
+            level = list(range(first, len(parents)))
+        return cls(tuple(parents), children)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; the root has 0."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """The deepest level: the draft tokens that a round can accept."""
+        return self.depths[-1]
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """Nodes of each depth."""
+        ends = [self.depths.index(d) for d in range(self.depths[-1] + 1)] + [len(self.parents)]
+        return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+
+    def children_of(self, node: int) -> range:
+        """Nodes whose parent this is."""
+        count = self.parents.count(node)
+        return (
+            range(self.parents.index(node), self.parents.index(node) + count) if count else range(0)
+        )
+
+
+def sequoia_tree(
+    acceptance: Sequence[float],
+    nodes: int,
+    max_depth: int | None = None,
+    children: str = "without_replacement",
+) -> StaticTree:
+    """Find the static tree with the most tokens a call, by Sequoia's dynamic programme.
+
+    Parameters
+    ----------
+    acceptance : sequence of float
+        ``acceptance[k]``: how often the (k+1)-th child of a node is the one that is accepted. As
+        measured, for instance with ``Statistics`` of a run with a wide tree.
+    nodes : int
+        The budget, the root included.
+    max_depth : int, optional
+        The deepest level allowed.
+    children : str
+        As in `StaticTree`.
+
+    Returns
+    -------
+    StaticTree
+        The tree that maximises the expected number of accepted tokens if each position is accepted
+        independently with these rates (Chen et al., "Sequoia", arXiv 2402.12374, section 4.1).
+
+    Examples
+    --------
+    >>> from specdec_ext.decoding import sequoia_tree
+    >>> sequoia_tree([0.9, 0.05], nodes=4).parents  # one good guess: a chain
+    (-1, 0, 1, 2)
+    >>> sequoia_tree([0.4, 0.3, 0.2], nodes=4).parents  # many fair ones: a star
+    (-1, 0, 0, 0)
+    """
+    if nodes < 1 or any(not 0 <= a <= 1 for a in acceptance):
+        raise ValueError(f"expected nodes >= 1 and rates in [0, 1], got {nodes} and {acceptance}")
+    rates = tuple(acceptance)
+
+    @cache
+    def best(budget: int, depth: int) -> tuple[float, tuple[int, ...]]:
+        """Tokens expected of a subtree with its root, and the budgets of the root's children."""
+        value, split = below(budget - 1, 0, depth) if depth > 0 else (0.0, ())
+        return 1.0 + value, split
+
+    @cache
+    def below(budget: int, rank: int, depth: int) -> tuple[float, tuple[int, ...]]:
+        """Tokens expected of the children from this rank on, with ``budget`` nodes to share."""
+        if budget == 0 or rank == len(rates):
+            return 0.0, ()
+        options = []
+        for own in range(1, budget + 1):
+            rest, split = below(budget - own, rank + 1, depth)
+            options.append((rates[rank] * best(own, depth - 1)[0] + rest, (own, *split)))
+        return max(options)
+
+    parents = [-1]
+    level = [(0, nodes, nodes if max_depth is None else max_depth)]
+    while level:
+        following = []
+        for node, budget, depth in level:
+            for own in best(budget, depth)[1]:
+                parents.append(node)
+                following.append((len(parents) - 1, own, depth - 1))
+        level = following
+    return StaticTree(tuple(parents), children)
+
+
+@dataclass(frozen=True)
+class GrownTree:
+    """A tree that grows where the draft is confident: EAGLE-2 and OPT-Tree.
+
+    Level by level the ``beam`` paths with the largest products of q are extended by their
+    ``beam`` likeliest tokens; of everything seen the ``nodes`` most valuable nodes are kept. Values
+    fall along a path, so they form a tree. Its tokens are chosen by value: they are deterministic
+    children, and nothing of it may be drawn.
+
+    Parameters
+    ----------
+    nodes : int
+        The budget, the root included.
+    depth : int
+        Levels to grow: calls of the draft.
+    beam : int
+        Paths to extend in each level, and children of each.
+    children : {"top_k"}
+        How children are drawn: no other way is lossless here.
+
+    References
+    ----------
+    Li et al., "EAGLE-2", arXiv 2406.16858; Wang et al., "OPT-Tree", arXiv 2406.17276.
+    """
+
+    nodes: int
+    depth: int
+    beam: int = 8
+    children: str = "top_k"
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        if self.children != "top_k":
+            raise ValueError(
+                'a tree that is grown by value has deterministic children ("top_k"): choosing '
+                f"among drawn ones would bias what is emitted; got {self.children!r}"
+            )
+        if not 1 <= self.nodes <= 1024 or self.depth < 1 or self.beam < 1:
+            raise ValueError(
+                f"expected nodes in [1, 1024], depth >= 1 and beam >= 1, got {self.nodes}, "
+                f"{self.depth} and {self.beam}"
+            )
+
+
+# -------------------------------------------------------------------------------------------------
+# Children
+# -------------------------------------------------------------------------------------------------
+
+
+class Noise(NamedTuple):
+    """Randomness of the rows of one level.
+
+    Attributes
+    ----------
+    seeds, positions : Tensor
+        ``[M]`` int64; positions are those of the call.
+    depths : Tensor
+        ``[M]`` int64, depth of the node whose children are drawn.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    depths: Tensor
+
+    def uniforms(self, nodes: Tensor) -> Tensor:
+        """DRAFT uniforms ``[M]`` of these nodes."""
+        return reference.philox_uniforms(self.seeds, self.positions, nodes, _DRAFT, 0)
+
+
+def _hide(mask: Tensor, tokens: Tensor) -> None:
+    """Take tokens ``[M]`` (-1: none) out of a mask ``[M, ceil(V/32)]``, in place."""
+    word = (tokens >> 5).clamp(min=0)[:, None]
+    bit = torch.where(tokens >= 0, 1 << (tokens & 31), 0)[:, None]
+    kept = mask.gather(1, word).long() & ~bit
+    mask.scatter_(1, word, kept.to(torch.int32))
+
+
+def _filtered(logits: Tensor, filters: Mapping[str, Any]) -> Tensor:
+    """Logits ``[M, V]`` with -inf where top-k, top-p and min-p keep nothing."""
+    if not any(filters.get(name) is not None for name in ("top_k", "top_p", "min_p")):
+        return logits
+    cutoff = ops.row_law(logits, **filters).cutoff
+    cutoff = torch.where(cutoff.isnan(), -torch.inf, cutoff)  # such a row draws -1
+    return logits.masked_fill(logits < cutoff[:, None], -torch.inf)
+
+
+def draw_children(
+    logits: Tensor,
+    first_nodes: Tensor,
+    count: int,
+    children: str,
+    noise: Noise,
+    filters: Mapping[str, Any],
+) -> tuple[Tensor, list[int]]:
+    """Draw ``count`` children of each row's node.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[M, V]``, the draft's rows at the nodes.
+    first_nodes : Tensor
+        ``[M]`` int64, the node that the first child will be; the others follow.
+    count : int
+        Children of each.
+    children : str
+        As in `StaticTree`.
+    noise : Noise
+        The rows' randomness.
+    filters : mapping
+        ``temperature``, ``top_k``, ``top_p``, ``min_p``, each ``[M]`` or absent.
+
+    Returns
+    -------
+    tokens : Tensor
+        ``[M, count]`` int64, -1 where q has no more tokens.
+    kinds : list of int
+        The kind of each child, as `specdec_ext.verify_tree` names them.
+    """
+    filtered = _filtered(logits, filters)
+    temperature = {k: v for k, v in filters.items() if k == "temperature"}
+    mask = torch.full(
+        (logits.shape[0], (logits.shape[1] + 31) // 32), -1, dtype=torch.int32, device=logits.device
+    )
+
+    def draw(rank: int) -> Tensor:
+        return ops.sample(
+            filtered, noise.uniforms(first_nodes + rank), allowed_mask=mask, **temperature
+        ).tokens
+
+    def race(rank: int) -> Tensor:
+        return ops.sample(
+            filtered,
+            seeds=noise.seeds,
+            positions=noise.positions + noise.depths,
+            domain=_COUPLED,
+            allowed_mask=mask,
+            **temperature,
+        ).tokens
+
+    def next_best(rank: int) -> Tensor:
+        law = ops.row_law(filtered, allowed_mask=mask)
+        return law.argmax
+
+    def in_turn(count: int, choose: Callable[[int], Tensor]) -> list[Tensor]:
+        """Choose one after another, each without those before it."""
+        chosen = []
+        for rank in range(count):
+            chosen.append(choose(rank))
+            _hide(mask, chosen[-1])
+        return chosen
+
+    if children == "iid":
+        return torch.stack([draw(rank) for rank in range(count)], 1), [_IID] * count
+    if children == "without_replacement":
+        return torch.stack(in_turn(count, draw), 1), [_WITHOUT_REPLACEMENT] * count
+    if children == "coupled":
+        return torch.stack(in_turn(count, race), 1), [_DETERMINISTIC] * count
+    if children == "top_k":
+        return torch.stack(in_turn(count, next_best), 1), [_DETERMINISTIC] * count
+    top = in_turn(count - 1, next_best)  # "rest": drawn last, but visited first
+    return torch.stack([draw(0), *top], 1), [_REST] + [_DETERMINISTIC] * (count - 1)
+
+
+def draft_static(
+    tree: StaticTree,
+    root: Tensor,
+    extend: Callable[[Tensor, range], Tensor],
+    seeds: Tensor,
+    positions: Tensor,
+    filters: Mapping[str, Any],
+) -> TreeDraft:
+    """Draft a tree of a static shape, one draft call a level.
+
+    Parameters
+    ----------
+    tree : StaticTree
+        The shape.
+    root : Tensor
+        ``[B]`` int64, each request's last token.
+    extend : callable
+        ``extend(tokens [B, m], nodes) -> logits [B, m, V]`` runs the draft on the nodes of a level.
+    seeds, positions : Tensor
+        ``[B]`` int64.
+    filters : mapping
+        As in `draw_children`, each ``[B]``.
+
+    Returns
+    -------
+    TreeDraft
+        Row v of ``logits`` belongs to node v; nodes of the last level have none.
+    """
+    batch, count = root.shape[0], len(tree.parents)
+    tokens = root.new_full((batch, count), -1)
+    tokens[:, 0] = root
+    kinds = torch.zeros(batch, count, dtype=torch.int8, device=root.device)
+    laws = []
+    for level, nodes in enumerate(tree.levels[:-1]):
+        logits = extend(tokens[:, nodes.start : nodes.stop], nodes)
+        laws.append(logits)
+        by_width: dict[int, list[int]] = {}
+        for node in nodes:
+            if width := len(tree.children_of(node)):
+                by_width.setdefault(width, []).append(node)
+        for width, parents in by_width.items():
+            some = torch.tensor(parents, device=root.device)
+            firsts = torch.tensor([tree.children_of(v).start for v in parents], device=root.device)
+            rows = logits[:, some - nodes.start].reshape(batch * len(parents), -1)
+
+            def spread(value: Tensor, each: int = len(parents)) -> Tensor:
+                return value.repeat_interleave(each, 0)
+
+            noise = Noise(spread(seeds), spread(positions), torch.full_like(spread(seeds), level))
+            drawn, drawn_kinds = draw_children(
+                rows,
+                firsts.repeat(batch),
+                width,
+                tree.children,
+                noise,
+                {name: spread(value) for name, value in filters.items()},
+            )
+            places = (firsts[:, None] + torch.arange(width, device=root.device)).reshape(-1)
+            tokens[:, places] = drawn.reshape(batch, -1)
+            kinds[:, places] = torch.tensor(
+                drawn_kinds * len(parents), dtype=torch.int8, device=root.device
+            )
+    parents_tensor = torch.tensor(tree.parents, device=root.device).expand(batch, -1)
+    if not laws:
+        return TreeDraft(tokens, parents_tensor, kinds, None, None)
+    inner = tree.levels[-1].start
+    rows_of = torch.arange(count, device=root.device)
+    rows_of = torch.where(rows_of < inner, rows_of, -1).expand(batch, -1)
+    return TreeDraft(tokens, parents_tensor, kinds, torch.cat(laws, 1), rows_of)
+
+
+def _grow_level(
+    logits: Tensor, values: Tensor, parents: Tensor, beam: int, filters: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Extend every node of a frontier by its likeliest tokens; tokens, parents and values."""
+    batch, width, vocab = logits.shape
+    spread = {name: value.repeat_interleave(width, 0) for name, value in filters.items()}
+    flat = _filtered(logits.reshape(batch * width, vocab), spread)
+    temperature = spread.get("temperature")
+    scores = flat.double()
+    if temperature is not None:  # at T = 0 the order is what matters; its values are those of T = 1
+        scores = scores / torch.where(temperature < 1e-6, 1.0, temperature)[:, None]
+    log_q, tokens = scores.log_softmax(-1).topk(min(beam, vocab), -1)
+    log_q = torch.where(log_q.isnan(), -torch.inf, log_q)
+    each = log_q.shape[-1]
+    values = (values[:, :, None] + log_q.reshape(batch, width, each)).reshape(batch, -1)
+    return tokens.reshape(batch, -1), parents.repeat_interleave(each, 1), values
+
+
+def draft_grown(
+    tree: GrownTree,
+    root: Tensor,
+    extend: Callable[[Tensor, Tensor], Tensor],
+    filters: Mapping[str, Any],
+) -> tuple[TreeDraft, Tensor]:
+    """Grow a tree by value, one draft call a level.
+
+    Parameters
+    ----------
+    tree : GrownTree
+        Its sizes.
+    root : Tensor
+        ``[B]`` int64, each request's last token.
+    extend : callable
+        ``extend(tokens [B, m], parents [B, m]) -> logits [B, m, V]`` runs the draft on m nodes;
+        parents count the nodes run before, -1 for the root.
+    filters : mapping
+        As in `draw_children`, each ``[B]``.
+
+    Returns
+    -------
+    draft : TreeDraft
+        Without laws.
+    runs : Tensor
+        ``[B, N]`` int64: which of the nodes that ``extend`` ran this is, -1 for none.
+    """
+    batch = root.shape[0]
+    # The pool, by column: the root, then every node seen, level by level.
+    tokens, parents = root[:, None], root.new_full((batch, 1), -1)
+    values = torch.zeros(batch, 1, dtype=torch.float64, device=root.device)
+    runs = root.new_full((batch, 1), -1)
+    frontier, run = root.new_zeros(batch, 1), 0
+    for _ in range(tree.depth):
+        width = frontier.shape[1]
+        ran_before = torch.where(parents >= 0, runs.gather(1, parents.clamp(min=0)), -1)
+        logits = extend(tokens.gather(1, frontier), ran_before.gather(1, frontier))
+        order = torch.arange(run, run + width, device=root.device).expand(batch, -1)
+        runs = runs.scatter(1, frontier, order)
+        run += width
+        seen = tokens.shape[1]
+        grown = _grow_level(logits, values.gather(1, frontier), frontier, tree.beam, filters)
+        tokens, parents, values = (
+            torch.cat(pair, 1) for pair in zip((tokens, parents, values), grown, strict=True)
+        )
+        runs = torch.cat([runs, torch.full_like(grown[1], -1)], 1)
+        best = grown[2].sort(dim=1, descending=True, stable=True).indices[:, : tree.beam]
+        frontier = seen + best.sort(dim=1).values
+
+    # Values fall along a path and equals keep their order, so that a node comes after its parent.
+    kept = values.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes]
+    kept = kept.sort(dim=1).values
+    place = torch.full_like(tokens, -1).scatter(
+        1, kept, torch.arange(kept.shape[1], device=root.device).expand(batch, -1)
+    )
+    new_parents = parents.gather(1, kept)
+    new_parents = torch.where(new_parents >= 0, place.gather(1, new_parents.clamp(min=0)), -1)
+    impossible = values.gather(1, kept) == -torch.inf
+    draft = TreeDraft(
+        tokens.gather(1, kept).masked_fill(impossible, -1),
+        new_parents,
+        torch.zeros(kept.shape, dtype=torch.int8, device=root.device),
+        None,
+        None,
+    )
+    return draft, runs.gather(1, kept)
