@@ -19,6 +19,11 @@ percentages of the copy and of the read bandwidth measured in the same run; ``la
 copies and fills of one call. Acceptance ``0.7``: sum min(p, q) near 0.7 for a dense draft, p(x) =
 0.7 before filters for a deterministic one. ``full``: (nearly) everything is accepted.
 
+Only where ``--contestants`` names them: the rule ``coupled``, which reads no draft law, and a rule
+of ours with ``masked`` (every other token allowed, at random, and those that were drafted) or
+``reduced`` (a dense draft over about a quarter of the vocabulary) behind it. What they read is
+counted as that of the plain rule.
+
 Results are written after each contestant. Work is done in a process of its own: if one crashes or
 hangs, that contestant is marked, and a new process goes on with the next.
 """
@@ -64,6 +69,8 @@ SAMPLING = {
 DRAFTERS = ("dense", "deterministic")
 GPU_BACKENDS = ("cuda", "triton")
 RULES = ("token", "block")
+ALL_RULES = (*RULES, "coupled")
+FEATURES = ("masked", "reduced")
 PACKAGES = ("compile", "flashinfer", "vllm")
 PEERS = ("eager", "eager sort", "eager topk", *PACKAGES)
 READ = "read"  # of the rows that the rule must read, and nothing else
@@ -200,19 +207,49 @@ def parameters(sampling: Sampling, batch: int, device: torch.device) -> dict[str
     return found
 
 
-def case_of(cell: Cell, inputs: Inputs, rule: str) -> VerifyCase:
+def mask_of(inputs: Inputs) -> Tensor:
+    """Allow half of the tokens, and all that were drafted."""
+    tokens = inputs.tokens
+    shape = (*inputs.target.shape[:2], -(-inputs.target.shape[2] // 32))
+    generator = torch.Generator(tokens.device).manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, shape, generator=generator, device=tokens.device)
+    index = tokens[..., None] // 32
+    drafted = words[:, :-1].gather(-1, index) | (1 << tokens[..., None] % 32)
+    words[:, :-1].scatter_(-1, index, drafted)
+    return words.int()
+
+
+def ids_of(inputs: Inputs) -> Tensor:
+    """Choose a quarter of the vocabulary at random, and all that was drafted."""
+    generator = torch.Generator(inputs.tokens.device).manual_seed(0)
+    vocab = inputs.target.shape[2]
+    chosen = torch.rand(vocab, generator=generator, device=inputs.tokens.device) < 0.25
+    chosen[inputs.tokens.flatten()] = True
+    return chosen.nonzero()[:, 0]
+
+
+def case_of(cell: Cell, inputs: Inputs, rule: str, feature: str = "") -> VerifyCase:
     """Give what `verify` is called with."""
     device = inputs.target.device
     arguments: dict[str, Any] = {
         "target_logits": inputs.target,
         "draft_tokens": inputs.tokens,
-        "uniforms": inputs.uniforms,
         "rule": rule,
         **parameters(cell.sampling, cell.batch, device),
     }
+    if rule == "coupled":
+        arguments["positions"] = torch.arange(cell.batch, device=device)
+        arguments["seeds"] = inputs.seed + arguments["positions"]
+    else:
+        arguments["uniforms"] = inputs.uniforms
     if inputs.draft is not None:
         arguments["draft_logits"] = inputs.draft
-    return VerifyCase(arguments, f"{rule}, {cell.label()}")
+    if feature == "masked":
+        arguments["allowed_mask"] = mask_of(inputs)
+    if feature == "reduced" and inputs.draft is not None:
+        ids = arguments["draft_token_ids"] = ids_of(inputs)
+        arguments["draft_logits"] = inputs.draft[..., ids]
+    return VerifyCase(arguments, f"{rule} {feature}, {cell.label()}")
 
 
 def to_cpu(case: VerifyCase) -> VerifyCase:
@@ -371,16 +408,26 @@ class State:
 
 def contestants(cell: Cell, options: argparse.Namespace) -> list[str]:
     """List what is timed in a cell: ours, the peers, a plain read."""
-    names = [f"{b} {rule}" for b in ours(options.device) for rule in RULES]
+    names = [name for b in ours(options.device) for name in named(b, cell)]
     absent = {name for name, reason in peers.absences().items() if reason is not None}
     names += [*peers.eager_laws(cell.sampling), *(n for n in PACKAGES if n not in absent)]
     return [name for name in [*names, READ] if name in options.contestants]
 
 
-def backend_of(contestant: str) -> tuple[str, str] | None:
-    """Give (backend, rule) of one of ours, None for others."""
-    name, _, rule = contestant.rpartition(" ")
-    return (name, rule) if rule in RULES else None
+def named(backend: str, cell: Cell | None = None) -> list[str]:
+    """List what a backend of ours can be asked for, in a cell or at all."""
+    plain = [f"{backend} {rule}" for rule in ALL_RULES]
+    dense = cell is None or cell.drafter == "dense"
+    more = [f"{name} masked" for name in plain]
+    return plain + more + [f"{backend} {rule} reduced" for rule in RULES if dense]
+
+
+def backend_of(contestant: str) -> tuple[str, str, str] | None:
+    """Give (backend, rule, feature) of one of ours, None for others."""
+    name, _, rest = contestant.partition(" ")
+    rule, _, feature = rest.partition(" ")
+    known = rule in ALL_RULES and feature in ("", *FEATURES)
+    return (name, rule, feature) if known else None
 
 
 def calls_of(
@@ -393,9 +440,9 @@ def calls_of(
         return [lambda works=works: [work() for work in works] for works in readers]
     mine = backend_of(contestant)
     if mine is not None:
-        backend, rule = mine
+        backend, rule, feature = mine
         verify = resolve("verify", backend, device).verify
-        cases = [case_of(cell, inputs, rule) for inputs in sets]
+        cases = [case_of(cell, inputs, rule, feature) for inputs in sets]
         return [lambda case=case: case.run(verify) for case in cases]
     shape = (cell.batch, cell.gamma, cell.vocab)
     verifier = peers.verifier(contestant, cell.sampling, shape, device)
@@ -418,7 +465,7 @@ def check(
     mine = backend_of(contestant)
     if mine is not None:
         verify = resolve("verify", mine[0], device).verify
-        return check_ours(verify, case_of(cell, sets[0], mine[1]), options.check_requests)
+        return check_ours(verify, case_of(cell, sets[0], *mine[1:]), options.check_requests)
     key = f"{contestant}, {cell.drafter}, {cell.filters}"
     if key not in state.laws:
         requests = 200_000 if device.type == "cuda" else 20_000
@@ -714,7 +761,7 @@ def targets(state: Mapping[str, Any]) -> list[dict[str, Any]]:
         theirs = {n: r["us"] for n, r in by_name.items() if n in PEERS}
         for name, record in by_name.items():
             mine = backend_of(name)
-            if mine is None:
+            if mine is None or mine[1] not in RULES or mine[2]:
                 continue
             asked = multiple(cell)
             if asked is not None:
@@ -770,7 +817,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
     parser.add_argument("--acceptance", nargs="+", choices=["0.7", "full"], default=["0.7"])
     everyone = [f"{b} {rule}" for b in ("cpu", *GPU_BACKENDS) for rule in RULES] + [*PEERS, READ]
-    parser.add_argument("--contestants", nargs="+", choices=everyone, default=everyone)
+    on_demand = [name for b in ("cpu", *GPU_BACKENDS) for name in named(b)]
+    choices = list(dict.fromkeys([*everyone, *on_demand]))
+    parser.add_argument("--contestants", nargs="+", choices=choices, default=everyone)
     parser.add_argument("--cell-s", type=float, default=0.25, help="seconds of timing a contestant")
     parser.add_argument("--check-requests", type=int, default=2, help="that the reference checks")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds without progress")

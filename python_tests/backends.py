@@ -154,7 +154,6 @@ INTERPRETED = {
 ONE_WARP = {
     "test_law.test_many_pairs_of_models": 0,
     "test_errors.test_more_columns_than_counters": 0,
-    "test_invariance.test_outputs_do_not_require_grad": 0,
     "test_law.test_block_accepts_at_least_as_much_as_token": 6,  # 20 s each
     # 200,000 draws a call: their noise is that of csrc/core, as on the CPU.
     "test_statistics.test_sequences_of_rounds": 5,

@@ -57,15 +57,24 @@ def library(name: str) -> ctypes.CDLL:
 
 
 _loaded: list[int] = []
+_kept: list[Any] = []  # registrations go away with the object
 
 
 @cache
 def operators(threads: int) -> Any:
     """The operators for CPU tensors, run by the CUDA kernels in blocks of so many threads."""
+    from specdec_ext._fake import FAKES  # which to build them does not take
+
     build()
     torch.ops.load_library(BUILD / f"_cuda_on_fibres_{threads}.so")
     _loaded.append(threads)
-    return getattr(torch.ops, f"specdec_fibres_{threads}")
+    library: Any = torch.library  # its functions are not annotated
+    namespace = f"specdec_fibres_{threads}"
+    fragment = library.Library(namespace, "FRAGMENT")
+    for name in FAKES:
+        fragment.impl(name, library.fallthrough_kernel, "Autograd")  # as specdec_ext/_fake.py does
+    _kept.append(fragment)
+    return getattr(torch.ops, namespace)
 
 
 def loaded() -> list[int]:

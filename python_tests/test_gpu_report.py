@@ -23,7 +23,7 @@ import torch
 from gpu_checks import Target
 
 from specdec_ext import reference
-from specdec_ext.testing import make_case
+from specdec_ext.testing import VerifyOutcome, make_case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -535,6 +535,23 @@ def test_ours_is_checked(drafter):
 
     with pytest.raises(AssertionError):
         bench_gpu.check_ours(without_filters, case, 2)
+
+
+@pytest.mark.parametrize("contestant", bench_gpu.named("cpu")[2:])
+def test_rules_and_features_on_demand(tmp_path, contestant):
+    cell = Cell("dense", "temperature", 6, 2, 700)
+    assert contestant in bench_gpu.named("cpu", cell)
+    assert contestant not in bench_gpu.contestants(cell, options_of(tmp_path))
+    options = options_of(tmp_path, "--contestants", contestant)
+    assert bench_gpu.contestants(cell, options) == [contestant]
+    _, rule, feature = bench_gpu.backend_of(contestant)
+    case = bench_gpu.case_of(cell, bench_gpu.make_inputs(cell, generator(), CPU), rule, feature)
+    keys = {"masked": "allowed_mask", "reduced": "draft_token_ids", "": "seeds"}
+    assert keys[feature] in case.inputs
+    verify = torch.ops.specdec.verify
+    assert "0 ties" in bench_gpu.check_ours(verify, case, 2)
+    tokens = VerifyOutcome(*verify(**case.inputs)).num_accepted
+    assert int(tokens.sum()) > 0
 
 
 def test_the_mean_number_accepted_is_checked():
