@@ -150,6 +150,26 @@ def test_backend_is_resolved():
 
 
 @pytest.mark.parametrize(
+    ("op", "name", "device", "message"),
+    [
+        # torch.ops would find Triton's kernels in the place of CUDA's.
+        ("tree_attention", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
+        (
+            "verify_tree",
+            "cuda",
+            "cuda",
+            "backend 'cuda' has no kernels for it, only cpu, reference",
+        ),
+        ("verify_tree", "triton", "cuda", "has no kernels for it, only cpu, reference"),
+        ("verify_tree", "auto", "cuda", "there are no kernels for it on cuda, only cpu, reference"),
+    ],
+)
+def test_operators_that_a_backend_lacks(op, name, device, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        backend.resolve(op, name, torch.device(device))
+
+
+@pytest.mark.parametrize(
     ("name", "device", "message"),
     [
         ("cpu", "cuda", "verify: backend 'cpu' needs CPU tensors, got cuda"),

@@ -129,6 +129,10 @@ _BACKENDS = {
 }
 
 
+#: Backends without kernels for an operator.
+_WITHOUT = {"tree_attention": ("cuda",), "verify_tree": ("cuda", "triton")}
+
+
 @cache
 def absences() -> dict[str, str | None]:
     """Map every backend to the reason why it is absent here, None if it is present."""
@@ -155,13 +159,20 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     Raises
     ------
     ValueError
-        An explicit choice that is unknown, absent, or does not serve this device.
+        An explicit choice that is unknown, absent, without the operator, or does not serve this
+        device; "auto", where no backend has the operator on this device.
     """
+    without = _WITHOUT.get(op, ())
+    having = ", ".join(name for name in _BACKENDS if name not in without)
     if backend == "auto":
+        if device.type != "cpu" and {"cuda", "triton"} <= set(without):
+            raise ValueError(f"{op}: there are no kernels for it on {device}, only {having}")
         return torch.ops.specdec
     if backend not in _BACKENDS:
         names = ", ".join(_BACKENDS)
         raise ValueError(f"{op}: backend must be one of auto, {names}, got {backend!r}")
+    if backend in without:
+        raise ValueError(f"{op}: backend {backend!r} has no kernels for it, only {having}")
     chosen = _BACKENDS[backend]
     reason = chosen.absence()
     if reason is not None:

@@ -853,8 +853,8 @@ def verify_tree(
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
         and neither uniforms nor seeds are given; the default generator of the device if None.
-    backend : {"auto", "cpu", "cuda", "triton", "reference"}
-        As in `row_law`.
+    backend : {"auto", "cpu", "reference"}
+        As in `row_law`; CUDA and Triton have no kernels for trees, and are refused.
 
     Returns
     -------
@@ -1312,8 +1312,6 @@ def tree_attention(
     )
     _check_floats(op, soft_cap=soft_cap, **({} if scale is None else {"scale": scale}))
     operators = resolve(op, backend, q.device)
-    if backend == "cuda":  # which would find Triton's, registered in its place
-        raise ValueError(f"{op}: backend 'cuda' has no kernels for it, choose 'triton' or 'auto'")
     out: Tensor = operators.tree_attention(
         q, k_cache, v_cache, ancestors, seq_lens, scale=scale, soft_cap=soft_cap
     )
