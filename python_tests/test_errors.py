@@ -414,7 +414,7 @@ def test_backends_by_name(op):
     call = arguments(op)
     for name in ("auto", "cpu", "reference"):
         assert getattr(specdec_ext, op)(**call, backend=name) is not None
-    with pytest.raises(ValueError, match=f"^{op}: backend 'cuda' is absent"):
+    with pytest.raises(ValueError, match=f"^{op}: backend 'cuda' (is absent|has no kernels)"):
         getattr(specdec_ext, op)(**call, backend="cuda")
     with pytest.raises(ValueError, match=f"^{op}: backend must be one of .*, got 'tpu'"):
         getattr(specdec_ext, op)(**call, backend="tpu")

@@ -12,7 +12,7 @@ from test_tree_mask import random_parents
 from torch.nn.functional import scaled_dot_product_attention
 
 import specdec_ext
-from specdec_ext import attention, ops
+from specdec_ext import attention
 
 # Triton's interpreter does bfloat16 products in float32, which is what hardware does.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -178,13 +178,6 @@ def test_outputs_do_not_require_grad():
     call["q"].requires_grad_()
     call["v_cache"].requires_grad_()
     assert not specdec_ext.tree_attention(**call).requires_grad
-
-
-def test_cuda_is_no_other_name_for_triton(monkeypatch):
-    # On a GPU the operator is Triton's: who asks for CUDA C++ by name must not get that.
-    monkeypatch.setattr(ops, "resolve", lambda op, backend, device: torch.ops.specdec)
-    with pytest.raises(ValueError, match="^tree_attention: backend 'cuda' has no kernels for it"):
-        specdec_ext.tree_attention(**make(5, 4, 2, 16, 20), backend="cuda")
 
 
 def test_memory_does_not_grow_with_the_mask():
