@@ -141,7 +141,7 @@ def generate(
     max_new_tokens : int or sequence of int
         Limit on new tokens, of all requests or of each. Never exceeded.
     gamma : int
-        Draft tokens a round.
+        Draft tokens a round; of no account where ``tree`` is given.
     temperature, top_k, top_p, min_p : number, sequence or Tensor ``[B]``
         The sampling law, of all requests or of each, as in `specdec_ext.verify`; the draft samples
         under the same filters. Temperature 0 (the default) is greedy. The model's own
@@ -152,8 +152,8 @@ def generate(
     generator : torch.Generator, optional
         Draws the seeds where none are given (default: torch's own generator).
     tree : StaticTree or GrownTree, optional
-        Draft a tree in place of a chain of ``gamma`` tokens; every node of it is run through the
-        target in the same call, under a 4-D attention mask.
+        Draft a tree in place of a chain; every node of it is run through the target in the same
+        call, under a 4-D attention mask. The draft must be a model then.
     rule : str, optional
         The verification rule, as in `specdec_ext.verify` (default "block") or, with a tree, in
         `specdec_ext.verify_tree` (default "traversal").
