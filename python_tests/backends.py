@@ -93,7 +93,7 @@ class Backend:
 # Every n-th case for Triton's interpreter, which is slow; test_triton.py has what is written for it
 # alone.
 INTERPRETED = {
-    "test_coupled": 9,
+    "test_coupled": 18,
     "test_draft_vocabulary": 12,
     "test_masks": 12,
     "test_errors.test_value_errors": 6,
@@ -156,10 +156,7 @@ ONE_WARP = {
     "test_errors.test_more_columns_than_counters": 0,
     "test_law.test_block_accepts_at_least_as_much_as_token": 6,  # 20 s each
     # 200,000 draws a call: their noise is that of csrc/core, as on the CPU.
-    "test_statistics.test_sequences_of_rounds": 5,
-    "test_statistics.test_positions_that_stand_still": 2,
-    "test_statistics.test_how_often_two_races_agree": 0,
-    "test_statistics.test_noise_of_neighbours_is_independent": 0,
+    "test_statistics": 0,
 }
 FOUR_WARPS = dict.fromkeys(
     (

@@ -88,10 +88,9 @@ if extent == "every kernel":
     operators.compact_kv(*[torch.zeros(2, 99, 8, 64, dtype=bf16)] * 2, parents, seeds, seeds)
     attend(64, 128, bf16)
 elif extent == "masks and maps":
-    masks = dict(allowed_mask=torch.zeros(2, 4, 64, dtype=i32))
-    draft_ids = dict(draft_token_ids=torch.arange(2048))
-    verify("block", dtype=bf16, draft="probs", packed=True, **masks, **draft_ids)
-    verify("coupled", philox=True, **masks)
+    hidden = dict(allowed_mask=True)
+    verify("block", dtype=bf16, draft="probs", packed=True, draft_token_ids=True, **hidden)
+    verify("coupled", philox=True, **hidden)
     operators.sample(row[:, :999], domain=3, draft_token_ids=ids, **at)
     operators.sample(row[:, :999], allowed_mask=words, draft_token_ids=ids, **at, **filters)
 else:

@@ -92,9 +92,6 @@ SPECDEC_HD float widen_float16(uint16_t bits) {
 
 // ---- entries ---
 
-// Whether the entries of a row are those that lie in memory, in that order.
-SPECDEC_HD bool is_verbatim(const Row& row) { return row.allowed == nullptr && !row.by_token; }
-
 SPECDEC_HD int64_t token_of_entry(const Row& row, int64_t entry) {
   return row.tokens != nullptr && !row.by_token ? row.tokens[entry] : entry;
 }

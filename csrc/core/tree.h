@@ -6,6 +6,7 @@
 #pragma once
 
 #include "request.h"
+#include "topology.h"
 
 namespace specdec {
 
@@ -108,21 +109,6 @@ SPECDEC_HD double tree_coin(const VerifyTreeParams& p, const Request& r, int64_t
 
 // ---- topology ---
 
-// Padding at the end, parents before children; sets tree->count.
-SPECDEC_HD bool has_fine_parents(const VerifyTreeParams& p, Tree* tree) {
-  if (tree_parent(p, tree->b, 0) != -1) return false;
-  int64_t v = 1;
-  for (; v < p.nodes && tree_parent(p, tree->b, v) != -1; ++v) {
-    const int64_t parent = tree_parent(p, tree->b, v);
-    if (parent < 0 || parent >= v) return false;
-  }
-  tree->count = v;
-  for (; v < p.nodes; ++v) {
-    if (tree_parent(p, tree->b, v) != -1) return false;
-  }
-  return true;
-}
-
 SPECDEC_HD void link_children(const VerifyTreeParams& p, Tree* tree) {
   for (int64_t v = 0; v < tree->count; ++v) {
     tree->first_child[v] = tree->next_sibling[v] = -1;
@@ -175,7 +161,8 @@ SPECDEC_HD void find_reachable(const VerifyTreeParams& p, Tree* tree, Request* r
 SPECDEC_HD Request open_tree(const VerifyTreeParams& p, int64_t b, Tree* tree) {
   Request r = begin_request(p, b);
   tree->b = b;
-  tree->valid = has_fine_parents(p, tree);
+  tree->count = tree_size(p.parents, b, p.nodes);
+  tree->valid = tree->count > 0;
   if (!tree->valid) tree->count = 1;
   link_children(p, tree);
   if (tree->valid && !has_fine_kinds(p, *tree)) {

@@ -60,6 +60,9 @@ inline uint16_t nothing_of_16_bits(const Row& row) {
   return row.linear ? 0 : row.element == Element::kBFloat16 ? 0xFF80 : 0xFC00;
 }
 
+// Whether the entries of a row are those that lie in memory, in that order.
+inline bool is_verbatim(const Row& row) { return row.allowed == nullptr && !row.by_token; }
+
 // The entries [begin, begin + n) of a row in its own type, where they lie; or copied to `copy`,
 // where some are hidden or the order is another, so that all that follows sees a plain row.
 inline const void* raw_entries(const Row& row, int64_t begin, int64_t n, float* copy) {
