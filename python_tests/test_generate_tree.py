@@ -11,7 +11,6 @@ from generate_models import pair, prompts
 import specdec_ext
 from specdec_ext import ops
 from specdec_ext.decoding import GrownTree, StaticTree, sequoia_tree
-from specdec_ext.decoding.drafters.tree import ancestors
 from specdec_ext.decoding.trees import CHILDREN, Noise, draw_children
 from specdec_ext.testing import tv_bound
 
@@ -84,12 +83,6 @@ def test_sequoia_finds_the_best_of_all_trees(rates, nodes):
 
 def test_sequoia_keeps_to_its_depth():
     assert sequoia_tree([0.9, 0.8], 12, max_depth=2).depth == 2
-
-
-def test_ancestors():
-    parents = torch.tensor([[-1, 0, 0, 1, 3]])
-    expected = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
-    assert [row.nonzero()[:, 0].tolist() for row in ancestors(parents, 3)[0]] == expected
 
 
 # ---- children ------------------------------------------------------------------------------------

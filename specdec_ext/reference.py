@@ -16,7 +16,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -434,6 +434,20 @@ class _DraftVocabulary:
             return probs
         return torch.zeros(self.vocab, dtype=probs.dtype).scatter_(0, self.ids, probs)
 
+    def law_of(
+        self, row: Tensor, words: Tensor | None, parameters: Filters | None
+    ) -> Tensor | None:
+        """Give the law of a draft's row as one of target tokens; None: it has none.
+
+        ``parameters`` None: the row holds probabilities.
+        """
+        if parameters is None:
+            row = self.masked(row, words, to=0.0)
+            legal = bool(((row >= 0) & (row < INF)).all()) and float(row.sum()) > 0
+            return self.law(row / row.sum()) if legal else None
+        found = make_law(self.masked(row, words), parameters)
+        return None if found is None else self.law(found.probs)
+
 
 def _filters(
     temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
@@ -445,6 +459,17 @@ def _filters(
         if tensor is not None
     }
     return lambda b: Filters(**{name: values[b] for name, values in given.items()})
+
+
+_Parameters: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _both_filters(
+    target: _Parameters, draft: _Parameters
+) -> tuple[Callable[[int], Filters], Callable[[int], Filters]]:
+    """Collect the parameters of target and draft, the draft's by default the target's."""
+    own = [t if d is None else d for t, d in zip(target, draft, strict=True)]
+    return _filters(*target), _filters(*own)
 
 
 def _words_of(allowed_mask: Tensor | None, *index: int) -> Tensor | None:
@@ -554,12 +579,9 @@ def acceptance(
     """Compute sum min(p, q) row by row, [R] float32; see `specdec_ext.acceptance`."""
     vocab = target_logits.shape[-1]
     entries = _DraftVocabulary(draft_token_ids, vocab)
-    target_filters = _filters(temperature, top_k, top_p, min_p)
-    draft_filters = _filters(
-        temperature if draft_temperature is None else draft_temperature,
-        top_k if draft_top_k is None else draft_top_k,
-        top_p if draft_top_p is None else draft_top_p,
-        min_p if draft_min_p is None else draft_min_p,
+    target_filters, draft_filters = _both_filters(
+        (temperature, top_k, top_p, min_p),
+        (draft_temperature, draft_top_k, draft_top_p, draft_min_p),
     )
     out: list[float] = []
     rows = zip(target_logits.cpu().double(), draft_logits.cpu().double(), strict=True)
@@ -1030,12 +1052,9 @@ def verify(
     raw_logprobs = raw_logprobs or rule == "top_beta"  # that rule knows no other law
     options = _Options(lenience, beta, tau, epsilon, delta, full_accept_probs, raw_logprobs)
 
-    target_filters = _filters(temperature, top_k, top_p, min_p)
-    draft_filters = _filters(
-        temperature if draft_temperature is None else draft_temperature,
-        top_k if draft_top_k is None else draft_top_k,
-        top_p if draft_top_p is None else draft_top_p,
-        min_p if draft_min_p is None else draft_min_p,
+    target_filters, draft_filters = _both_filters(
+        (temperature, top_k, top_p, min_p),
+        (draft_temperature, draft_top_k, draft_top_p, draft_min_p),
     )
     flips_coins = not ignores_parameters and rule != "coupled"
     if seeds is not None:
@@ -1092,12 +1111,7 @@ def verify(
             if row is None or not entries.is_valid:
                 return None
             words = _words_of(allowed_mask, b, i)
-            if draft_probs is not None:
-                row = entries.masked(row, words, to=0.0)
-                legal = bool(((row >= 0) & (row < INF)).all()) and float(row.sum()) > 0
-                return entries.law(row / row.sum()) if legal else None
-            found = make_law(entries.masked(row, words), parameters)
-            return None if found is None else entries.law(found.probs)
+            return entries.law_of(row, words, None if draft_probs is not None else parameters)
 
         # The coins: those of the usable columns, and the last slot for the final draw.
         coins = [0.0] * (gamma + 1)

@@ -30,14 +30,13 @@ from .ops import (
     VerifyTreeResult,
 )
 from .reference import (
-    INF,
     NAN,
     Filters,
     Law,
+    _both_filters,
     _clamped,
     _coins,
     _DraftVocabulary,
-    _filters,
     _masked,
     _prob,
     _ratio,
@@ -405,12 +404,9 @@ def verify_tree(
     if draft is not None and draft_token_ids is None:
         ids = max(vocab, draft.shape[-1])
 
-    target_filters = _filters(temperature, top_k, top_p, min_p)
-    draft_filters = _filters(
-        temperature if draft_temperature is None else draft_temperature,
-        top_k if draft_top_k is None else draft_top_k,
-        top_p if draft_top_p is None else draft_top_p,
-        min_p if draft_min_p is None else draft_min_p,
+    target_filters, draft_filters = _both_filters(
+        (temperature, top_k, top_p, min_p),
+        (draft_temperature, draft_top_k, draft_top_p, draft_min_p),
     )
     if seeds is not None:
         assert positions is not None
@@ -477,12 +473,7 @@ def verify_tree(
             if not 0 <= r < draft.shape[1]:
                 return None
             row, words = draft[b, r].cpu().double(), _words_of(allowed_mask, b, v)
-            if draft_probs is not None:
-                row = entries.masked(row, words, to=0.0)
-                legal = bool(((row >= 0) & (row < INF)).all()) and float(row.sum()) > 0
-                return entries.law(row / row.sum()) if legal else None
-            found = make_law(entries.masked(row, words), parameters)
-            return None if found is None else entries.law(found.probs)
+            return entries.law_of(row, words, None if draft_probs is not None else parameters)
 
         # The coins: those of the usable nodes, and the last slot for the final draw.
         coins = [0.0] * size

@@ -204,6 +204,11 @@ def dense_tree_mask(
     seen = mod(requests, requests, queries, keys)[:, None]
     if dtype == torch.bool:
         return seen
+    return additive_mask(seen, dtype)
+
+
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give 0 where a bool mask is True, elsewhere the type's lowest finite number."""
     blocked = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
     return torch.where(seen, torch.zeros_like(blocked), blocked)
 

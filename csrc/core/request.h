@@ -53,9 +53,15 @@ SPECDEC_HD bool uses_uniforms(Rule rule) {
   return !ignores_sampling(rule) && rule != Rule::kCoupled;
 }
 
+// A kind as the caller gave it; by default sampled (1) where there is a draft law.
+template <typename Params>
+SPECDEC_HD int8_t given_kind(const Params& p, const Array<int8_t>& kinds, int64_t b, int64_t i) {
+  if (kinds.data == nullptr) return p.draft.data != nullptr ? 1 : 0;
+  return kinds.data[b * kinds.stride[0] + i * kinds.stride[1]];
+}
+
 SPECDEC_HD int8_t kind_at(const VerifyParams& p, int64_t b, int64_t i) {
-  if (p.draft_kinds.data == nullptr) return p.draft.data != nullptr ? 1 : 0;
-  return p.draft_kinds.data[b * p.draft_kinds.stride[0] + i * p.draft_kinds.stride[1]];
+  return given_kind(p, p.draft_kinds, b, i);
 }
 
 SPECDEC_HD Column column_at(const VerifyParams& p, int64_t b, int64_t i) {
@@ -101,14 +107,18 @@ SPECDEC_HD double uniform_at(const VerifyParams& p, int64_t b, int64_t slot) {
 // What a column's id and kind alone say: usable, the end of the draft, or the end by an error.
 enum class ColumnState : int8_t { kUsable, kEnd, kInvalid };
 
-SPECDEC_HD ColumnState column_state(const VerifyParams& p, int64_t b, int64_t i) {
-  const int64_t token = load_id(p.draft_tokens, b, i);
-  const int64_t ids =
-      p.map.ids.data == nullptr && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab;
-  const int8_t kind = kind_at(p, b, i);
+// `kinds`: how many there are, from 0 on.
+template <typename Params>
+SPECDEC_HD ColumnState token_state(const Params& p, int64_t token, int8_t kind, int8_t kinds) {
+  const bool wider = p.map.ids.data == nullptr && p.draft.vocab > p.target.vocab;
+  const int64_t ids = wider ? p.draft.vocab : p.target.vocab;
   if (token == -1) return ColumnState::kEnd;
-  const bool known = token >= 0 && token < ids && (kind == 0 || kind == 1);
+  const bool known = token >= 0 && token < ids && kind >= 0 && kind < kinds;
   return known ? ColumnState::kUsable : ColumnState::kInvalid;
+}
+
+SPECDEC_HD ColumnState column_state(const VerifyParams& p, int64_t b, int64_t i) {
+  return token_state(p, load_id(p.draft_tokens, b, i), kind_at(p, b, i), 2);
 }
 
 // The request's draft length, clamped.

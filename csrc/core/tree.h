@@ -11,6 +11,7 @@
 namespace specdec {
 
 enum class ChildKind : int8_t { kDeterministic, kIid, kWithoutReplacement, kRest };
+constexpr int8_t kChildKinds = 4;
 
 // Instead of an inflow, of nodes that have none.
 constexpr double kNotLookedAt = -1.0;
@@ -67,26 +68,20 @@ SPECDEC_HD int64_t tree_parent(const VerifyTreeParams& p, int64_t b, int64_t v) 
   return load_id(p.parents, b, v);
 }
 
-SPECDEC_HD int64_t given_kind(const VerifyTreeParams& p, int64_t b, int64_t v) {
-  if (p.kinds.data == nullptr) return p.draft.data != nullptr ? 1 : 0;
-  return p.kinds.data[b * p.kinds.stride[0] + v * p.kinds.stride[1]];
+SPECDEC_HD int8_t kind_at(const VerifyTreeParams& p, int64_t b, int64_t v) {
+  return given_kind(p, p.kinds, b, v);
 }
 
-SPECDEC_HD bool is_known_kind(int64_t kind) { return kind >= 0 && kind <= 3; }
+SPECDEC_HD bool is_known_kind(int8_t kind) { return kind >= 0 && kind < kChildKinds; }
 
 // Where the draft law plays no part, a child is what was put there.
 SPECDEC_HD ChildKind kind_of(const VerifyTreeParams& p, const Request& r, int64_t v) {
   if (!reads_draft_law(p.rule) || r.greedy) return ChildKind::kDeterministic;
-  return static_cast<ChildKind>(given_kind(p, r.b, v));
+  return static_cast<ChildKind>(kind_at(p, r.b, v));
 }
 
 SPECDEC_HD ColumnState node_state(const VerifyTreeParams& p, int64_t b, int64_t v) {
-  const int64_t token = tree_token(p, b, v);
-  const bool wider = p.map.ids.data == nullptr && p.draft.vocab > p.target.vocab;
-  const int64_t ids = wider ? p.draft.vocab : p.target.vocab;
-  if (token == -1) return ColumnState::kEnd;
-  const bool known = token >= 0 && token < ids && is_known_kind(given_kind(p, b, v));
-  return known ? ColumnState::kUsable : ColumnState::kInvalid;
+  return token_state(p, tree_token(p, b, v), kind_at(p, b, v), kChildKinds);
 }
 
 SPECDEC_HD Row target_row(const VerifyTreeParams& p, int64_t b, int64_t v) {
@@ -131,11 +126,12 @@ SPECDEC_HD void link_children(const VerifyTreeParams& p, Tree* tree) {
 // Sampled children of one node share their kind, and only one is drawn from the rest.
 SPECDEC_HD bool has_fine_kinds(const VerifyTreeParams& p, const Tree& tree) {
   for (int64_t v = 0; v < tree.count; ++v) {
-    int64_t shared = 0;
+    int8_t shared = 0;
     for (int32_t c = tree.first_child[v]; c >= 0; c = tree.next_sibling[c]) {
-      const int64_t kind = given_kind(p, tree.b, c);
+      const int8_t kind = kind_at(p, tree.b, c);
       if (kind == 0 || !is_known_kind(kind)) continue;
-      if (shared != 0 && (kind != shared || kind == 3)) return false;
+      const bool rest = kind == static_cast<int8_t>(ChildKind::kRest);
+      if (shared != 0 && (kind != shared || rest)) return false;
       shared = kind;
     }
   }
@@ -282,7 +278,7 @@ SPECDEC_HD bool needs_rest_mass(ChildKind kind, const NodeVisit& v, const LawRow
   return reduced && v.rest_mass < 0.0 && v.taken > kMaxTaken && !draft.law.point_mass;
 }
 
-// Whatever may come, what is left of the residual is nothing.
+// Takes a state; without residual mass or inflow it is the last one.
 SPECDEC_HD void set_state(const Node& state, NodeVisit* v) {
   v->state = state;
   v->exhausted = !(state.mass > 0.0) || !(state.inflow > 0.0);

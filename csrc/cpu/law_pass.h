@@ -18,6 +18,16 @@ struct LawTask : LawRow {
       : LawRow{row, {}}, filters(filters), want_argmax(want_argmax) {}
 };
 
+// A slice's rows are read up to three times; this many bytes of them are likely still in cache.
+constexpr int64_t kSliceBytes = int64_t{16} << 20;
+
+// Requests that go together through all passes, each with so many rows like those of `target`.
+inline int64_t requests_per_slice(const RowBatch& target, int64_t rows) {
+  const int64_t row_bytes = target.vocab * (target.element == Element::kFloat32 ? 4 : 2);
+  const int64_t requests = kSliceBytes / (rows * row_bytes);
+  return requests > 0 ? requests : 1;
+}
+
 // Fills the laws of `tasks`. Reads every row once; again from cache where filters ask
 // (cutoff.cpp).
 void compute_laws(const ThreadPool& pool, LawTask* tasks, int64_t n);

@@ -11,16 +11,6 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-// A slice's rows are read up to three times; this many bytes of them are likely still in cache.
-constexpr int64_t kSliceBytes = int64_t{16} << 20;
-
-int64_t requests_per_slice(const VerifyParams& p) {
-  const int64_t row_bytes = p.target.vocab * (p.target.element == Element::kFloat32 ? 4 : 2);
-  const int64_t rows = p.rule == Rule::kBlock ? 2 * p.gamma + 1 : 2;
-  const int64_t requests = kSliceBytes / (rows * row_bytes);
-  return requests > 0 ? requests : 1;
-}
-
 // log softmax of the raw rows at T = 1, for everything emitted.
 void write_raw_logprobs(const VerifyParams& p, const ThreadPool& pool, const Request* requests,
                         int64_t n) {
@@ -71,7 +61,8 @@ void verify_slice(const VerifyParams& p, const ThreadPool& pool, int64_t begin, 
 void verify(const VerifyParams& given, const ThreadPool& pool) {
   VerifyParams p = given;
   const MapStorage storage(&p.map);
-  const int64_t slice = requests_per_slice(p);
+  const int64_t rows = p.rule == Rule::kBlock ? 2 * p.gamma + 1 : 2;
+  const int64_t slice = requests_per_slice(p.target, rows);
   for (int64_t begin = 0; begin < p.batch; begin += slice) {
     verify_slice(p, pool, begin, begin + slice < p.batch ? slice : p.batch - begin);
   }

@@ -15,14 +15,6 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-constexpr int64_t kSliceBytes = int64_t{16} << 20;
-
-int64_t requests_per_slice(const VerifyTreeParams& p) {
-  const int64_t row_bytes = p.target.vocab * (p.target.element == Element::kFloat32 ? 4 : 2);
-  const int64_t requests = kSliceBytes / (2 * p.nodes * row_bytes);
-  return requests > 0 ? requests : 1;
-}
-
 // One request while its tree is judged. Laws and visits are those of its nodes.
 struct Job {
   Request request;
@@ -328,7 +320,7 @@ void verify_slice(const VerifyTreeParams& p, const ThreadPool& pool, int64_t beg
 void verify_tree(const VerifyTreeParams& given, const ThreadPool& pool) {
   VerifyTreeParams p = given;
   const MapStorage storage(&p.map);
-  const int64_t slice = requests_per_slice(p);
+  const int64_t slice = requests_per_slice(p.target, 2 * p.nodes);
   for (int64_t begin = 0; begin < p.batch; begin += slice) {
     verify_slice(p, pool, begin, begin + slice < p.batch ? slice : p.batch - begin);
   }

@@ -14,8 +14,6 @@ namespace {
 constexpr int64_t kMaxGamma = 65534;
 constexpr int64_t kMaxStream = 256;
 
-constexpr int64_t kMaxTreeNodes = 1024;
-
 // Ids of a reduced vocabulary are kept in 32 bits.
 constexpr int64_t kMaxTokens = int64_t{1} << 31;
 
@@ -352,7 +350,7 @@ VerifyTreeCall check_verify_tree(Tensor target_logits, Tensor tokens, Tensor par
   p.tokens = check.ids(tokens, "tokens", "[B, N]", {-1, -1});
   const int64_t batch = tokens.size(0);
   const int64_t nodes = tokens.size(1);
-  check.require(nodes >= 1 && nodes <= kMaxTreeNodes,
+  check.require(nodes >= 1 && nodes <= kMaxNodes,
                 "tokens must have 1 to 1024 nodes, the root included, got " + describe(tokens));
   p.batch = batch;
   p.nodes = nodes;

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_ext import ops
+from specdec_ext.tree_masks import additive_mask
+
 try:
     from transformers.cache_utils import (
         Cache,
@@ -104,13 +107,11 @@ class GrowingLayer(DynamicLayer):
                 buffer.narrow(2, 0, slots).copy_(buffer.gather(2, wide))
             self._resize(slots)
 
-    def move(self, start: int, nodes: Tensor) -> None:
-        """Put slots ``start + nodes`` ``[B, n]`` of each row at ``start`` and after it."""
+    def keep_path(self, path: Tensor, accepted: Tensor, starts: Tensor) -> None:
+        """Move nodes ``path`` of the tree at slot ``starts`` behind its root: `compact_kv`."""
         if self.is_initialized:
-            for buffer in (self._keys, self._values):
-                tree = buffer.narrow(2, start, self.slots - start)
-                wide = nodes[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-                tree.narrow(2, 0, nodes.shape[1]).copy_(tree.gather(2, wide))
+            keys, values = self._keys.transpose(1, 2), self._values.transpose(1, 2)
+            ops.compact_kv(keys, values, path, accepted, starts)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows of the batch."""
@@ -232,16 +233,11 @@ class CachedModel:
             self._reserve(self.slots + new)
             before, first = self._mask[:, :start].bool(), self._tree_next
             self._next = self._next + new
-        mask = torch.cat([before[:, None].expand(-1, new, -1), visible], 2)[:, None]
-        dtype = getattr(self.model, "dtype", torch.float32)
-        # Additive: eager attention adds a bool mask as 0 and 1.
-        hidden = torch.zeros(mask.shape, dtype=dtype, device=tokens.device).masked_fill_(
-            ~mask, torch.finfo(dtype).min
-        )
+        seen = torch.cat([before[:, None].expand(-1, new, -1), visible], 2)[:, None]
         logits = self._call(
             tokens,
             last_only=False,
-            attention_mask=hidden,
+            attention_mask=additive_mask(seen, getattr(self.model, "dtype", torch.float32)),
             position_ids=torch.minimum(first[:, None] + depths, self.ends[:, None] - 1),
         )
         self.lengths = [length + new for length in self.lengths]
@@ -253,16 +249,19 @@ class CachedModel:
         Parameters
         ----------
         nodes : Tensor
-            ``[B, n]`` int64, which nodes, in order; what is behind ``kept[b]`` of them is ignored.
+            ``[B, n]`` int64, which nodes, ascending from 0; what is behind ``kept[b]`` of them is
+            ignored.
         kept : sequence of int
             How many, one number a row.
         kept_tensor : Tensor
             ``[B]``, the same numbers on the device.
         """
         count = self._tree_slots
+        starts = torch.full_like(self.ends, self.slots - count)
+        accepted = (kept_tensor - 1).clamp(min=0)
         layers: list[Any] = self.cache.layers
         for layer in layers:
-            layer.move(self.slots - count, nodes.clamp(min=0)[:, :count])
+            layer.keep_path(nodes[:, 1:], accepted, starts)
         self.rollback([count - n for n in kept], count - kept_tensor)
 
     def _call(self, tokens: Tensor, *, last_only: bool, **kwargs: Any) -> Tensor:

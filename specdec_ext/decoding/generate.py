@@ -382,6 +382,12 @@ class _Generation:
             return None
         return (self.ends - self.positions - 1).clamp(max=gamma)
 
+    def _emitted(self, row: list[int], accepted: int, status: int) -> list[int]:
+        """Return what a round emitted, up to a stop token; without a law, no final token."""
+        tokens = row[: accepted + (0 if status & ops.STATUS_NO_TARGET_LAW else 1)]
+        end = next((n for n, token in enumerate(tokens, 1) if token in self.stop), len(tokens))
+        return tokens[:end]
+
     def _append(self, i: int, row: list[int], length: int, accept_probs: Tensor) -> Burst:
         """Add to running request ``i`` what the round emitted, up to a stop token; count it."""
         b, accepted, status = self.running[i], row[-2], row[-1]
@@ -393,12 +399,7 @@ class _Generation:
         rejected = accepted < length and not (
             status & DRAFT_ENDED_EARLY and math.isnan(accept_probs[i, accepted].item())
         )
-        lawless = status & ops.STATUS_NO_TARGET_LAW  # the final token is a placeholder
-        tokens = row[: accepted + (0 if lawless else 1)]
-        for n, token in enumerate(tokens, 1):
-            if token in self.stop:
-                tokens = tokens[:n]
-                break
+        tokens = self._emitted(row, accepted, status)
         rejected = rejected and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
         self.new[b] += tokens

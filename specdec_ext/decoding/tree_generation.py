@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.decoding.drafters import last_tokens
-from specdec_ext.decoding.drafters.tree import TreeDrafter, ancestors
+from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
 from specdec_ext.decoding.generate import Burst, _Generation
 
 __all__ = ["TreeGeneration"]
@@ -28,8 +28,7 @@ class TreeGeneration(_Generation):
         draft = self.drafter.propose(self.positions)
 
         self.clock.start("target")
-        seen = ancestors(draft.parents, self.gamma)
-        depths = seen.sum(-1) - 1
+        seen, depths = tree_view(draft.parents)
         self.target.begin_tree()
         logits = self.target.forward_nodes(draft.tokens, seen, depths)  # [B, N, V]
 
@@ -68,13 +67,7 @@ class TreeGeneration(_Generation):
     def _append_path(self, i: int, row: list[int]) -> Burst:
         """Add to running request ``i`` what the round emitted, up to its end; count it."""
         b, accepted, has_child, status = self.running[i], row[-3], bool(row[-2]), row[-1]
-        lawless = status & ops.STATUS_NO_TARGET_LAW  # the final token is a placeholder
-        tokens = row[: accepted + (0 if lawless else 1)]
-        tokens = tokens[: self.limits[b] - len(self.new[b])]
-        for n, token in enumerate(tokens, 1):
-            if token in self.stop:
-                tokens = tokens[:n]
-                break
+        tokens = self._emitted(row, accepted, status)[: self.limits[b] - len(self.new[b])]
         rejected = has_child and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
         self.new[b] += tokens

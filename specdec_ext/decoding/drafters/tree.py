@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_ext import ops
 from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters import Requests, last_tokens
 from specdec_ext.decoding.trees import (
@@ -17,27 +18,15 @@ from specdec_ext.decoding.trees import (
     draft_grown,
     draft_static,
 )
+from specdec_ext.tree_masks import dense_tree_mask
 
-__all__ = ["TreeDrafter", "ancestors"]
+__all__ = ["TreeDrafter", "tree_view"]
 
 
-def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """Which nodes each node sees, ``[B, N, N]`` bool: its ancestors and itself.
-
-    Parameters
-    ----------
-    parents : Tensor
-        ``[B, N]`` int64, -1 at the root.
-    depth : int
-        The deepest level.
-    """
-    nodes = torch.arange(parents.shape[1], device=parents.device)
-    seen = (nodes[:, None] == nodes).expand(parents.shape[0], -1, -1)
-    above = parents
-    for _ in range(depth):
-        seen = seen | (above[:, :, None] == nodes)
-        above = torch.where(above >= 0, parents.gather(1, above.clamp(min=0)), -1)
-    return seen
+def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Give which nodes each node sees, ``[B, N, N]`` bool, and their depths, ``[B, N]``."""
+    tree = ops.tree_mask(parents)
+    return dense_tree_mask(tree.ancestors, 0, 0, dtype=torch.bool)[:, 0], tree.depths
 
 
 class TreeDrafter:
@@ -110,12 +99,12 @@ class TreeDrafter:
     def _propose_static(self, tree: StaticTree, root: Tensor, positions: Tensor) -> TreeDraft:
         device = root.device
         parents = torch.tensor(tree.parents, device=device)[None]
-        seen = ancestors(parents, tree.depths[-1]).expand(root.shape[0], -1, -1)
-        depths = torch.tensor(tree.depths, device=device)
+        seen, depths = tree_view(parents)
+        seen = seen.expand(root.shape[0], -1, -1)
 
         def extend(tokens: Tensor, nodes: range) -> Tensor:
             level = slice(nodes.start, nodes.stop)
-            return self._run(tokens, seen[:, level, : nodes.stop], depths[level])
+            return self._run(tokens, seen[:, level, : nodes.stop], depths[:, level])
 
         inner = tree.levels[-1].start
         nodes = torch.arange(len(tree.parents), device=device)
