@@ -48,6 +48,7 @@ from .reference import (
     race,
     race_noise,
     residual_weights,
+    tree_size,
 )
 
 __all__ = ["TREE_RULES", "verify_tree"]
@@ -64,13 +65,11 @@ _RULES_THAT_READ_THE_DRAFT = ("traversal", "recursive")
 
 def _children(parents: list[int], kinds: list[int]) -> list[list[int]] | None:
     """Children of every real node, in index order; None if this is no valid tree."""
-    real = parents.index(-1, 1) if -1 in parents[1:] else len(parents)
-    if parents[0] != -1 or any(parent != -1 for parent in parents[real:]):
+    real = tree_size(parents)
+    if real == 0:
         return None
     children: list[list[int]] = [[] for _ in range(real)]
     for v in range(1, real):
-        if not 0 <= parents[v] < v:
-            return None
         children[parents[v]].append(v)
     for siblings in children:
         sampled = [kinds[c] for c in siblings if kinds[c] in (IID, WITHOUT_REPLACEMENT, REST)]
