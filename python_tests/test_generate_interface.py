@@ -185,7 +185,7 @@ class Script:
     def start(self, requests):
         pass
 
-    def propose(self, gamma, positions):
+    def propose(self, gamma, positions, go_on=None):
         return Draft(torch.tensor([next(self.rounds)], dtype=torch.int64)[:, :gamma])
 
     def commit(self, tokens, accepted, num_accepted):

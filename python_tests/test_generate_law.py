@@ -100,8 +100,8 @@ def test_filters_bind_both_models():
 class WrongDrafter(ModelDrafter):
     """Draws from another law than the one it passes on (field note A.3)."""
 
-    def propose(self, gamma, positions):
-        tokens, logits = super().propose(gamma, positions)
+    def propose(self, gamma, positions, go_on=None):
+        tokens, logits, _ = super().propose(gamma, positions)
         return Draft(tokens, None if logits is None else 2 * logits)
 
 
@@ -137,13 +137,41 @@ def test_control_greedy_draft_with_a_soft_law():
 class PointMassDrafter(GreedyDrafter):
     """Proposes its most likely token, and says that it drew nothing."""
 
-    def propose(self, gamma, positions):
+    def propose(self, gamma, positions, go_on=None):
         return Draft(super().propose(gamma, positions).tokens)
 
 
 def test_joint_law_with_a_deterministic_drafter():
     target, draft = tables(4)
     assert p_value(target, PointMassDrafter(draft), gamma=2) > ALPHA
+
+
+class StoppingDrafter(ModelDrafter):
+    """Ends its draft behind an odd token, or behind an unlikely one."""
+
+    def propose(self, gamma, positions, go_on=None):
+        def is_fine(tokens, logits):
+            return (tokens % 2 == 0) & (logits.softmax(-1).amax(-1) > 0.3)
+
+        return super().propose(gamma, positions, is_fine)
+
+
+class DroppingDrafter(ModelDrafter):
+    """Ends its draft before an odd token, which it has seen."""
+
+    def propose(self, gamma, positions, go_on=None):
+        draft = super().propose(gamma, positions)
+        return draft._replace(tokens=torch.where(draft.tokens % 2 == 0, draft.tokens, -1))
+
+
+def test_a_draft_may_end_behind_a_token_that_it_keeps():
+    target, draft = tables(4)
+    assert p_value(target, StoppingDrafter(draft), gamma=3) > ALPHA
+
+
+def test_control_draft_that_ends_before_a_token_that_it_has_seen():
+    target, draft = tables(4)
+    assert p_value(target, DroppingDrafter(draft), gamma=1) < ALPHA
 
 
 @pytest.mark.parametrize("batch_mask", [False, True])
@@ -216,7 +244,7 @@ class GuessingDrafter:
     def start(self, requests) -> None:
         assert requests.coupled and requests.domain == 3 and not requests.needs_law
 
-    def propose(self, gamma, positions):
+    def propose(self, gamma, positions, go_on=None):
         shape = (positions.shape[0], gamma)
         return Draft(torch.randint(-1, self.vocabulary, shape, generator=self.generator))
 

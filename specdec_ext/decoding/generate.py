@@ -349,6 +349,7 @@ class _Generation:
             logits,
             draft.tokens,
             draft.logits,
+            draft_kinds=draft.kinds if self.needs_law else None,
             draft_lengths=self._lengths(gamma, remaining),
             seeds=self.seeds,
             positions=self.positions,

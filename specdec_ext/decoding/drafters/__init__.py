@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Draft", "Drafter", "NoDrafter", "Requests", "last_tokens"]
+__all__ = ["Draft", "Drafter", "GoOn", "NoDrafter", "Requests", "last_tokens"]
+
+#: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
+#: tokens just proposed and the rows they were drawn from, returns ``[B]`` bool, which requests
+#: propose another. It must see nothing of a token that is then dropped, or the law is lost.
+GoOn = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,9 @@ class Requests:
     coupled : bool
         Whether the target will race for each token on the noise of the COUPLED domain: a draft that
         draws in the same domain is accepted more often.
+    stream : int
+        The stream of `specdec_ext.sample` and `specdec_ext.verify` that is the drafter's own; a
+        hierarchy gives each level one of its own.
     """
 
     input_ids: Tensor
@@ -48,6 +56,7 @@ class Requests:
     greedy: bool
     needs_law: bool
     coupled: bool = False
+    stream: int = 0
 
     @property
     def domain(self) -> int:
@@ -75,10 +84,14 @@ class Draft(NamedTuple):
         ``[B, G]`` int64; -1 ends a request's draft early.
     logits : Tensor or None
         ``[B, G, Vd]``, the rows that the tokens were drawn from; None: a deterministic drafter.
+    kinds : Tensor or None
+        ``[B, G]`` int8, 0 for a token that was put there whatever its row says, 1 for one that was
+        drawn from it. None: drawn where there are logits.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
+    kinds: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -94,12 +107,12 @@ class Drafter(Protocol):
     def start(self, requests: Requests) -> None:
         """Take the prompts."""
 
-    def propose(self, gamma: int, positions: Tensor) -> Draft:
+    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Propose up to ``gamma`` tokens a request; ``positions`` ``[B]`` is where the first goes.
 
-        A sampled token must come from `specdec_ext.sample` in the domain that `Requests` says, with
-        the request's seed, these positions and its index, or from randomness that verification
-        never sees.
+        A sampled token must come from `specdec_ext.sample` in the domain and stream that `Requests`
+        says, with the request's seed, these positions and its index, or from randomness that
+        verification never sees. A drafter whose tokens cost something asks ``go_on``.
         """
 
     def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
@@ -128,7 +141,7 @@ class NoDrafter:
     def start(self, requests: Requests) -> None:
         """Take the prompts."""
 
-    def propose(self, gamma: int, positions: Tensor) -> Draft:
+    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Propose no token."""
         return Draft(torch.empty(positions.shape[0], 0, dtype=torch.int64, device=positions.device))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.decoding.cache import CachedModel
-from specdec_ext.decoding.drafters import Draft, Requests, last_tokens
+from specdec_ext.decoding.drafters import Draft, GoOn, Requests, last_tokens
 
 __all__ = ["ModelDrafter"]
 
@@ -48,17 +48,24 @@ class ModelDrafter:
         self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self._missing = ids[:, -1:]
 
-    def propose(self, gamma: int, positions: Tensor) -> Draft:
-        """Sample ``gamma`` tokens, each from the law after the ones before it."""
+    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
+        """Sample up to ``gamma`` tokens, each from the law after the ones before it."""
         assert self._cached is not None, "start() comes first"
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         feed = self._missing
+        going: Tensor | None = None  # [B], requests that propose more; None: all
         for i in range(gamma):
             logits = self._cached.forward(feed, last_only=True)
             feed = self._draw(logits[:, 0], positions, i)
-            tokens.append(feed)
+            tokens.append(feed if going is None else torch.where(going[:, None], feed, -1))
             laws.append(logits)
+            if go_on is None or i == gamma - 1:
+                continue
+            wanted = go_on(tokens[-1][:, 0], logits[:, 0])
+            going = wanted if going is None else going & wanted
+            if not going.any():
+                break
         if not tokens:
             return Draft(self._missing[:, :0])
         return Draft(torch.cat(tokens, 1), torch.cat(laws, 1) if self._requests.needs_law else None)
@@ -73,6 +80,7 @@ class ModelDrafter:
             positions=positions,
             draft_index=i,
             domain=self._requests.domain,
+            stream=self._requests.stream,
             **self._requests.filters,
         ).tokens[:, None]
 
