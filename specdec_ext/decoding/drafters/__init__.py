@@ -45,6 +45,10 @@ class Requests:
     stream : int
         The stream of `specdec_ext.sample` and `specdec_ext.verify` that is the drafter's own; a
         hierarchy gives each level one of its own.
+    process : callable or None
+        ``process(logits [B, 1, Vd], drafted [B, i]) -> [B, 1, Vd]`` runs the caller's logits
+        processors on the rows after i draft tokens. A drafter need not: the law that it passes on
+        is the one it drew from, either way.
     """
 
     input_ids: Tensor
@@ -57,6 +61,7 @@ class Requests:
     needs_law: bool
     coupled: bool = False
     stream: int = 0
+    process: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def domain(self) -> int:
