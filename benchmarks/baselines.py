@@ -168,6 +168,96 @@ def place_tokens(draft_tokens: Tensor, n: Tensor, extra: Tensor) -> Verdict:
     return Verdict(tokens.where(slot != n[:, None], extra), n)
 
 
+def verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    draft_logits: Tensor,
+    uniforms: Tensor,
+    rule: str = "traversal",
+    probs: Probs = softmax_probs,
+    draw: Draw | None = None,
+) -> Verdict:
+    """Walk over trees whose children were drawn without replacement, request by request.
+
+    Parameters
+    ----------
+    target_logits, tokens, parents, draft_logits, uniforms : Tensor
+        ``[B, N, V]``, ``[B, N]`` and ``[B, N]`` int64, ``[B, N, V]``, ``[B, N]`` float64.
+    rule : {"traversal", "recursive"}
+        Judge subtrees first, or go down as soon as a child is accepted (SpecInfer, Sequoia).
+    probs, draw : callable
+        As in `verify_token`.
+
+    Returns
+    -------
+    Verdict
+        ``[B, N]`` tokens.
+    """
+    p, q = probs(target_logits), probs(draft_logits)
+    rows = []
+    for b, (ids, above, coins) in enumerate(
+        zip(tokens.tolist(), parents.tolist(), uniforms.tolist(), strict=True)
+    ):
+        visit = _visit_subtree if rule == "traversal" else _visit_child
+        path, weights = visit(0, 1.0, p[b], q[b], ids, above, [0.0, *coins])
+        extra = torch.multinomial(weights, 1) if draw is None else draw(weights[None])[0]
+        rows.append([ids[v] for v in path] + extra.tolist())
+    out = torch.full(tokens.shape, -1)
+    for b, row in enumerate(rows):
+        out[b, : len(row)] = torch.tensor(row)
+    return Verdict(out, torch.tensor([len(row) - 1 for row in rows]))
+
+
+#: Nodes accepted from here on down, and the weights of the token that follows them.
+Found = tuple[list[int], Tensor]
+
+
+def _without(law: Tensor, token: int) -> Tensor:
+    """Draw no token twice: the law of the next sibling."""
+    law = law.clone()
+    law[token] = 0.0
+    return law / law.sum()
+
+
+def _visit_subtree(
+    v: int, inflow: float, p: Tensor, q: Tensor, tokens: list[int], parents: list[int],
+    coins: list[float],
+) -> Found | None:  # fmt: skip
+    """Traversal: the first node in post-order whose coin accepts (None: none does)."""
+    left, law = p[v], q[v]
+    for c in [c for c, parent in enumerate(parents) if parent == v]:
+        x = tokens[c]
+        offered = min(1.0, inflow * float(left[x]) / float(law[x]))
+        found = _visit_subtree(c, offered, p, q, tokens, parents, coins)
+        if found is not None:
+            return [c, *found[0]], found[1]
+        residual = (inflow * left).sub_(law).clamp_(min=0)
+        mass = float(residual.sum())
+        if inflow < 1:
+            inflow = mass / (mass + (1 - inflow))
+        left = residual / mass if mass > 0 else left
+        law = _without(law, x)
+    return ([], left) if v == 0 or coins[v] < inflow else None
+
+
+def _visit_child(
+    v: int, inflow: float, p: Tensor, q: Tensor, tokens: list[int], parents: list[int],
+    coins: list[float],
+) -> Found:  # fmt: skip
+    """Recursive rejection: go down with the first child that is accepted."""
+    left, law = p[v], q[v]
+    for c in [c for c, parent in enumerate(parents) if parent == v]:
+        x = tokens[c]
+        if coins[c] < min(1.0, inflow * float(left[x]) / float(law[x])):
+            path, weights = _visit_child(c, 1.0, p, q, tokens, parents, coins)
+            return [c, *path], weights
+        residual = (left - law).clamp_(min=0)
+        left = residual / residual.sum()
+        law = _without(law, x)
+    return [], left
+
+
 def verify_transformers(
     target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor, uniforms: Tensor
 ) -> Verdict:

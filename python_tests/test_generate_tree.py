@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,3 +227,50 @@ def test_models_that_cannot_draft_trees():
         specdec_ext.generate(
             *pair(), ids, tree=TREES["wide"], rule="block", temperature=1.0, max_new_tokens=2
         )
+
+
+class ConstantModel(torch.nn.Module):
+    """Has one law, whatever came before."""
+
+    def __init__(self, law):
+        super().__init__()
+        self.law = torch.tensor(law)
+        self.config = SimpleNamespace(vocab_size=len(law), eos_token_id=None)
+        self.eval()
+
+    def forward(self, input_ids, past_key_values=None, position_ids=None, **kwargs):
+        states = input_ids[:, None, :, None].double()
+        past_key_values.update(states, states, 0)
+        return SimpleNamespace(logits=self.law.log().expand(*input_ids.shape, -1))
+
+
+def test_statistics_by_rank():
+    """The k likeliest tokens of the draft, put there: the k-th is the one with p of that token."""
+    p, q = [0.1, 0.2, 0.4, 0.3], [0.4, 0.3, 0.2, 0.1]
+    prompts = torch.zeros(64, 2, dtype=torch.int64)
+    tree = StaticTree((-1, 0, 0, 0, 1, 2, 2), "top_k")
+    found = specdec_ext.generate(
+        ConstantModel(p), ConstantModel(q), prompts, max_new_tokens=200, temperature=1.0,
+        tree=tree, seeds=2,
+    ).statistics  # fmt: skip
+    assert len(found.rank_tested) == 3  # nodes with one, two and three children
+    assert found.rank_tested[0] > found.rank_tested[1] > found.rank_tested[2]
+    assert sum(found.rank_passed) == found.accepted
+    for rank, rate in enumerate(found.acceptance_by_rank):
+        error = (p[rank] * (1 - p[rank]) / found.rank_tested[rank]) ** 0.5
+        assert abs(rate - p[rank]) < 4.5 * error
+    twice = found + found
+    assert twice.acceptance_by_rank == found.acceptance_by_rank
+    assert twice.rank_tested == [2 * n for n in found.rank_tested]
+    assert sequoia_tree(found.acceptance_by_rank, nodes=4).depth <= 3
+
+
+def test_statistics_by_rank_leave_out_what_the_end_cut_off():
+    target, draft = ConstantModel([0.0, 1.0]), ConstantModel([0.5, 0.5])
+    tree = StaticTree.from_widths((2, 2), "top_k")
+    found = specdec_ext.generate(
+        target, draft, torch.zeros(1, 2, dtype=torch.int64), max_new_tokens=9, tree=tree,
+        eos_token_id=1,
+    ).statistics  # fmt: skip
+    assert found.new_tokens == [1]
+    assert (found.rank_tested, found.rank_passed) == ([1, 1], [0, 1])

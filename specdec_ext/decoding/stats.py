@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,11 @@ class Statistics:
         ``histogram[n]``: request calls with exactly n accepted draft tokens, n = 0..gamma.
     new_tokens : list of int
         Tokens emitted for each request.
+    rank_tested : list of int
+        Trees. ``rank_tested[k]``: nodes that verification came to, with a final token kept or a
+        child accepted there, that have a child k + 1. (k counts siblings in the order of nodes.)
+    rank_passed : list of int
+        Trees. ``rank_passed[k]``: how often it went on to that child.
     seconds : dict of str to float
         Wall time by phase: ``prefill`` (both models on the prompt), ``draft`` (proposing),
         ``target`` (its calls), ``verify`` (the operator), ``rest`` (all else: the synchronisation,
@@ -117,6 +123,8 @@ class Statistics:
     passed: list[int] = field(default_factory=list)
     histogram: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
+    rank_tested: list[int] = field(default_factory=list)
+    rank_passed: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def __post_init__(self) -> None:
@@ -152,6 +160,17 @@ class Statistics:
             self.passed[i] += 1
         if rejected:
             self.tested[accepted] += 1
+
+    def record_ranks(self, nodes: Iterable[tuple[int, int | None]]) -> None:
+        """Count the nodes that verification came to: children, and the rank of the one taken."""
+        for children, taken in nodes:
+            missing = [0] * (children - len(self.rank_tested))
+            self.rank_tested += missing
+            self.rank_passed += missing
+            for rank in range(children):
+                self.rank_tested[rank] += 1
+            if taken is not None:
+                self.rank_passed[taken] += 1
 
     @property
     def emitted(self) -> int:
@@ -193,6 +212,11 @@ class Statistics:
         return [_ratio(p, t) for p, t in zip(self.passed, self.tested, strict=True)]
 
     @property
+    def acceptance_by_rank(self) -> list[float]:
+        """P(the k-th child of a node is the one accepted), k = 1, ...; for `sequoia_tree`."""
+        return [_ratio(p, t) for p, t in zip(self.rank_passed, self.rank_tested, strict=True)]
+
+    @property
     def mean_accepted_length(self) -> float:
         """Accepted draft tokens per request call."""
         return _ratio(self.accepted, self.request_calls)
@@ -218,6 +242,8 @@ class Statistics:
             return NotImplemented
         gamma = max(self.gamma, other.gamma)
 
+        ranks = max(len(self.rank_tested), len(other.rank_tested))
+
         def add(a: list[int], b: list[int], size: int) -> list[int]:
             pad = [0] * size
             return [x + y for x, y in zip((a + pad)[:size], (b + pad)[:size], strict=True)]
@@ -232,6 +258,8 @@ class Statistics:
             add(self.passed, other.passed, gamma),
             add(self.histogram, other.histogram, gamma + 1),
             self.new_tokens + other.new_tokens,
+            add(self.rank_tested, other.rank_tested, ranks),
+            add(self.rank_passed, other.rank_passed, ranks),
             {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES},
         )
 
@@ -257,6 +285,7 @@ class Statistics:
             "acceptance_rate",
             "mean_accepted_length",
             "conditional_acceptance",
+            "acceptance_by_rank",
             "histogram",
             "new_tokens",
             "decode_seconds",

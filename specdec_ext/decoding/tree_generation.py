@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.decoding.drafters import last_tokens
@@ -47,13 +46,12 @@ class TreeGeneration(_Generation):
         )
 
         self.clock.start("rest")
-        winner = _last_node(verified.path, verified.num_accepted)
-        has_child = (draft.parents[:, 1:] == winner).any(1)
         rows = torch.cat(
             [
                 verified.tokens,
+                verified.path,
+                torch.where(draft.tokens >= 0, draft.parents, -1),
                 verified.num_accepted[:, None],
-                has_child[:, None],
                 verified.status[:, None],
             ],
             1,
@@ -61,23 +59,27 @@ class TreeGeneration(_Generation):
         self.statistics.rounds += 1
         bursts = [self._append_path(i, row) for i, row in enumerate(rows)]
         self._raise_if_fatal([row[-1] for row in rows])
-        self._commit_path(verified, [row[-3] for row in rows], bursts)
+        self._commit_path(verified, [row[-2] for row in rows], bursts)
         return bursts
 
     def _append_path(self, i: int, row: list[int]) -> Burst:
         """Add to running request ``i`` what the round emitted, up to its end; count it."""
-        b, accepted, has_child, status = self.running[i], row[-3], bool(row[-2]), row[-1]
+        b, accepted, status = self.running[i], row[-2], row[-1]
+        nodes = (len(row) - 2) // 3
+        path, parents = row[nodes : nodes + accepted], row[2 * nodes : 3 * nodes]
         tokens = self._emitted(row, accepted, status)[: self.limits[b] - len(self.new[b])]
-        rejected = has_child and len(tokens) == accepted + 1
+        visits = _visits(path, parents)
+        rejected = visits[-1][0] > 0 and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
         self.new[b] += tokens
         self.statistics.record(
             b,
-            drafted=len(row) - 4,
+            drafted=sum(parent >= 0 for parent in parents),
             accepted=accepted,
             emitted=len(tokens),
             rejected=rejected,
         )
+        self.statistics.record_ranks(visits[: accepted + rejected])
         return Burst(b, tokens, accepted, None)
 
     def _commit_path(
@@ -101,7 +103,18 @@ class TreeGeneration(_Generation):
         self.positions = self.positions + num_accepted + 1
 
 
-def _last_node(path: Tensor, num_accepted: Tensor) -> Tensor:
-    """Return the node where each request ended, ``[B, 1]``."""
-    last = path.gather(1, (num_accepted.long() - 1).clamp(min=0)[:, None])
-    return torch.where(num_accepted[:, None] > 0, last, 0)
+def _visits(path: list[int], parents: list[int]) -> list[tuple[int, int | None]]:
+    """Return the number of children of each node on a path, root first, and the rank of the next.
+
+    Parameters
+    ----------
+    path : list of int
+        The accepted nodes.
+    parents : list of int
+        Parent of each node, -1 of those that hold no token.
+    """
+    visits: list[tuple[int, int | None]] = []
+    for node, taken in zip([0, *path], [*path, None], strict=True):
+        children = [v for v, parent in enumerate(parents) if parent == node]
+        visits.append((len(children), None if taken is None else children.index(taken)))
+    return visits

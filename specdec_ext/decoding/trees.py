@@ -171,8 +171,8 @@ def sequoia_tree(
     Parameters
     ----------
     acceptance : sequence of float
-        ``acceptance[k]``: how often the (k+1)-th child of a node is the one that is accepted. As
-        measured, for instance with ``Statistics`` of a run with a wide tree.
+        ``acceptance[k]``: how often the (k+1)-th child of a node is the one that is accepted:
+        `Statistics.acceptance_by_rank` of a run with a wide tree.
     nodes : int
         The budget, the root included.
     max_depth : int, optional
