@@ -392,7 +392,7 @@ def test_a_large_limit_allocates_little(models):
 
 
 def test_caches_grow_beyond_what_was_allocated(monkeypatch):
-    monkeypatch.setattr(sys.modules["specdec_ext.decoding.generate"], "ROOM", 3)
+    monkeypatch.setattr(sys.modules["specdec_ext.decoding.chain_generation"], "ROOM", 3)
     target, draft = tables(5)
     few = specdec_ext.generate(
         target, draft, IDS, max_new_tokens=50, temperature=1.0, seeds=0

@@ -44,12 +44,14 @@ from .ops import (  # noqa: E402
 from .tree_masks import dense_tree_mask, tree_mask_mod, tree_position_ids  # noqa: E402
 
 if TYPE_CHECKING:
-    from .decoding.generate import Generated, GenerationError, generate
+    from .decoding.chain_generation import Burst, Generated, GenerationError
+    from .decoding.generate import generate, stream
     from .decoding.stats import Statistics
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Burst",
     "Generated",
     "GenerationError",
     "STATUS_INVALID_DRAFT_TOKEN",
@@ -69,6 +71,7 @@ __all__ = [
     "generate",
     "row_law",
     "sample",
+    "stream",
     "tree_attention",
     "tree_mask",
     "tree_mask_mod",
@@ -79,7 +82,7 @@ __all__ = [
 ]
 
 
-_OF_THE_LOOP = ("Generated", "GenerationError", "Statistics", "generate")
+_OF_THE_LOOP = ("Burst", "Generated", "GenerationError", "Statistics", "generate", "stream")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -102,6 +103,16 @@ class GenerationError(RuntimeError):
         self.statistics = statistics
 
 
+def as_integers(values: Tensor) -> Tensor:
+    """Give float32 as int64 of the same bits, to go to the host in one transfer with others."""
+    return values.contiguous().view(torch.int32).long()
+
+
+def from_integers(bits: list[int]) -> list[float]:
+    """Undo `as_integers`."""
+    return array("f", array("i", bits).tobytes()).tolist()
+
+
 class ChainGeneration:
     """The state of one call of `generate`; `step` is the algorithm.
 
@@ -128,7 +139,8 @@ class ChainGeneration:
         seeds: Tensor,
         rule: str,
         rule_options: dict[str, Any],
-        stop: frozenset[int],
+        processors: Sequence[Processor],
+        stops: Stops,
         pad: int,
     ) -> None:
         self.target_model = target
@@ -142,11 +154,15 @@ class ChainGeneration:
         self.rule_options = rule_options
         self.needs_law = self.rule in READ_DRAFT_LAW
         self.greedy = greedy
-        self.stop = stop
+        self.processors = processors
+        self.stops = stops
         self.pad = pad
         self.limits = limits
         self.new: list[list[int]] = [[] for _ in limits]
         self.running = [b for b, limit in enumerate(limits) if limit > 0]
+        self.ended: set[int] = set()  # requests that met a stop
+        self.texts: list[list[int]] = [[] for _ in limits]  # the prompts, if someone asks for them
+        self.width = getattr(getattr(target, "config", None), "vocab_size", None)
         self.statistics = Statistics(gamma, new_tokens=[0] * len(limits))
         self.clock = Clock(input_ids.device)
 
@@ -162,6 +178,8 @@ class ChainGeneration:
         lengths = [ids.shape[1]] * len(self.limits) if mask is None else mask.sum(1).tolist()
         self.positions = torch.tensor(lengths, device=device)  # [B], where the next token goes
         self.ends = self.positions + torch.tensor(self.limits, device=device)
+        if self.processors or self.stops.criteria:
+            self.texts = [row[-n:] for row, n in zip(ids.tolist(), lengths, strict=True)]
         room = ids.shape[1] + min(max(self.limits) + self.gamma, ROOM)
         self.target = CachedModel(self.target_model, self.ends, room=room)
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
@@ -176,6 +194,7 @@ class ChainGeneration:
                 self.greedy,
                 self.needs_law,
                 coupled=self.rule == "coupled",
+                process=self._process_draft if self.processors else None,
             )
         )
         self.last = ids[:, -1:]  # [B, 1], each row's last token, which no cache holds
@@ -194,6 +213,8 @@ class ChainGeneration:
 
         self.clock.start("target")
         logits = self.target.forward(torch.cat([self.last, draft.tokens], 1))  # [B, gamma + 1, V]
+
+        logits = self._process(logits, draft.tokens)
 
         self.clock.start("verify")
         verified = ops.verify(
@@ -214,6 +235,7 @@ class ChainGeneration:
             [
                 verified.tokens,
                 draft.tokens,
+                as_integers(verified.logprobs),
                 verified.num_accepted[:, None],
                 verified.status[:, None],
             ],
@@ -234,16 +256,34 @@ class ChainGeneration:
             return None
         return (self.ends - self.positions - 1).clamp(max=gamma)
 
-    def _emitted(self, row: list[int], accepted: int, status: int) -> list[int]:
-        """Return what a round emitted, up to a stop token; without a law, no final token."""
+    def _prefixes(self) -> list[list[int]]:
+        """Return the running requests' texts so far."""
+        return [self.texts[b] + self.new[b] for b in self.running]
+
+    def _process(self, logits: Tensor, drafted: Tensor) -> Tensor:
+        """Run the logits processors on the last ``m`` rows of each request, ``[B, m, V]``."""
+        if not self.processors:
+            return logits
+        return process_chain(self.processors, self._prefixes(), drafted.tolist(), logits)
+
+    def _process_draft(self, logits: Tensor, drafted: Tensor) -> Tensor:
+        """Run them on a draft's row, if it is over the target's tokens."""
+        return logits if logits.shape[-1] != self.width else self._process(logits, drafted)
+
+    def _emitted(self, b: int, row: list[int], accepted: int, status: int) -> list[int]:
+        """Return what a round emitted, up to the request's end; without a law, no final token."""
         tokens = row[: accepted + (0 if status & ops.STATUS_NO_TARGET_LAW else 1)]
-        end = next((n for n, token in enumerate(tokens, 1) if token in self.stop), len(tokens))
+        tokens = tokens[: self.limits[b] - len(self.new[b])]
+        end = self.stops.kept(self.texts[b], self.new[b], tokens)
+        if end is None:
+            return tokens
+        self.ended.add(b)
         return tokens[:end]
 
     def _append(self, i: int, row: list[int], length: int, accept_probs: Tensor) -> Burst:
-        """Add to running request ``i`` what the round emitted, up to a stop token; count it."""
+        """Add to running request ``i`` what the round emitted, up to its end; count it."""
         b, accepted, status = self.running[i], row[-2], row[-1]
-        gamma = (len(row) - 3) // 2
+        gamma = (len(row) - 4) // 3
         drafted = row[gamma + 1 : gamma + 1 + length]
         length = next((n for n, token in enumerate(drafted) if token < 0), length)
         # The draft may have ended where its law failed: what stands there then replaces nothing.
@@ -251,14 +291,20 @@ class ChainGeneration:
         rejected = accepted < length and not (
             status & DRAFT_ENDED_EARLY and math.isnan(accept_probs[i, accepted].item())
         )
-        tokens = self._emitted(row, accepted, status)
+        tokens = self._emitted(b, row, accepted, status)
         rejected = rejected and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
         self.new[b] += tokens
         self.statistics.record(
             b, drafted=length, accepted=accepted, emitted=len(tokens), rejected=rejected
         )
-        return Burst(b, tokens, accepted, drafted[accepted] if rejected else None)
+        return Burst(
+            b,
+            tokens,
+            accepted,
+            drafted[accepted] if rejected else None,
+            from_integers(row[2 * gamma + 1 :][: len(tokens)]),
+        )
 
     def _commit(
         self, tokens: Tensor, accepted: list[int], num_accepted: Tensor, bursts: list[Burst]
@@ -284,7 +330,7 @@ class ChainGeneration:
         return [
             i
             for i, burst in enumerate(bursts)
-            if burst.tokens[-1] not in self.stop
+            if burst.request not in self.ended
             and len(self.new[burst.request]) < self.limits[burst.request]
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from types import SimpleNamespace
@@ -158,7 +158,7 @@ def generate(
 
 def stream(
     target: Any, draft: Any | Drafter | None, input_ids: Tensor, **options: Any
-) -> Iterator[Burst]:
+) -> Generator[Burst, None, Generated]:
     """Generate as `generate` does, and hand over what every round adds as soon as it is there.
 
     Parameters
@@ -171,11 +171,11 @@ def stream(
 
     Returns
     -------
-    iterator of Burst
+    generator of Burst
         One for every request that was running in a round: its number, tokens, log-probabilities and
-        which of them are accepted draft tokens. The tokens of a request's bursts, one after another,
-        are those that `generate` returns. What the iterator's ``return`` gives (the value of
-        ``yield from``) is the `Generated` of `generate`.
+        which of them are accepted draft tokens. The tokens of a request's bursts, one after
+        another, are those that `generate` returns. What the iterator's ``return`` gives (the value
+        of ``yield from``) is the `Generated` of `generate`.
 
     Raises
     ------
@@ -195,7 +195,7 @@ def stream(
     return _bursts(_prepare(SimpleNamespace(**bound.arguments)))
 
 
-def _bursts(generation: ChainGeneration) -> Iterator[Burst]:
+def _bursts(generation: ChainGeneration) -> Generator[Burst, None, Generated]:
     for bursts in _rounds(generation):
         yield from bursts
     return generation.result()

@@ -53,7 +53,8 @@ def process_chain(
     texts : sequence of sequence of int
         Each request's tokens so far, prompt included, without padding.
     drafted : sequence of sequence of int
-        ``[B][G]``; the draft ends at a token under 0, and rows behind it stay as they are.
+        ``[B][G]``; the draft ends at a token that is none of the V, which cannot be accepted; rows
+        behind it stay as they are.
     logits : Tensor
         ``[B, m, V]``, rows of the last m of the G + 1 slots: slot i follows i draft tokens.
 
@@ -64,7 +65,8 @@ def process_chain(
     """
     out = logits.float().clone()
     for b, (text, draft) in enumerate(zip(texts, drafted, strict=True)):
-        length = next((i for i, token in enumerate(draft) if token < 0), len(draft))
+        known = range(logits.shape[2])
+        length = next((i for i, token in enumerate(draft) if token not in known), len(draft))
         ids = torch.tensor([*text, *draft[:length]], device=logits.device)
         skipped = len(draft) + 1 - logits.shape[1]
         for slot in range(skipped, length + 1):
@@ -87,8 +89,8 @@ def process_tree(
     processors, texts : sequence
         As in `process_chain`; a text's last token is the root.
     tokens, parents : sequence of sequence of int
-        ``[B][N]``; a node whose token is under 0 (the root's apart) keeps its row, and so do those
-        below it.
+        ``[B][N]``; a node whose token is none of the V (the root's apart) keeps its row, and so do
+        those below it.
     logits : Tensor
         ``[B, N, V]``.
 
@@ -101,7 +103,8 @@ def process_tree(
     for b, text in enumerate(texts):
         paths: list[list[int] | None] = [list(text)]
         for token, parent in zip(tokens[b][1:], parents[b][1:], strict=True):
-            above = paths[parent] if parent >= 0 and token >= 0 else None
+            known = parent >= 0 and token in range(logits.shape[2])
+            above = paths[parent] if known else None
             paths.append(None if above is None else [*above, token])
         for v, path in enumerate(paths):
             if path is not None:

@@ -56,7 +56,7 @@ class Stops:
             The request's prompt, its new tokens so far, and those of the burst.
         """
         new = before + burst
-        ids = torch.tensor(prompt + new, device=self.device)[None] if self.criteria else None
+        ids = torch.tensor(prompt + new if self.criteria else [], device=self.device)[None]
         for n in range(1, len(burst) + 1):
             end = len(before) + n
             if (
@@ -91,14 +91,15 @@ def find_stops(
     criteria: list[Criterion] = []
     if stopping_criteria is not None:
         # A StoppingCriteriaList is both a list and callable.
-        listed = isinstance(stopping_criteria, Iterable)
-        criteria += list(stopping_criteria) if listed else [stopping_criteria]
+        listed: Any = stopping_criteria
+        criteria += list(listed) if isinstance(listed, Iterable) else [listed]
     if stop_strings is not None:
         if tokenizer is None:
             raise ValueError("generate: stop_strings need a tokenizer")
         from transformers import StopStringCriteria
 
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        criteria.append(StopStringCriteria(tokenizer, strings))
     for criterion in criteria:
         if not callable(criterion):
             raise TypeError(

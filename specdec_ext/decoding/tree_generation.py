@@ -7,15 +7,21 @@ from typing import Any
 import torch
 
 from specdec_ext import ops
+from specdec_ext.decoding.chain_generation import (
+    Burst,
+    ChainGeneration,
+    as_integers,
+    from_integers,
+)
 from specdec_ext.decoding.drafters import last_tokens
 from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
-from specdec_ext.decoding.generate import Burst, _Generation
+from specdec_ext.decoding.processors import process_tree
 
 __all__ = ["TreeGeneration"]
 
 
-class TreeGeneration(_Generation):
-    """As `_Generation`, whose loop it shares; a round drafts and verifies a tree."""
+class TreeGeneration(ChainGeneration):
+    """As `ChainGeneration`, whose loop it shares; a round drafts and verifies a tree."""
 
     lossless = ("traversal", "recursive", "target_only", "coupled")
     drafter: Any
@@ -31,6 +37,15 @@ class TreeGeneration(_Generation):
         self.target.begin_tree()
         logits = self.target.forward_nodes(draft.tokens, seen, depths)  # [B, N, V]
 
+        if self.processors:
+            logits = process_tree(
+                self.processors,
+                self._prefixes(),
+                draft.tokens.tolist(),
+                draft.parents.tolist(),
+                logits,
+            )
+
         self.clock.start("verify")
         verified = ops.verify_tree(
             logits,
@@ -42,6 +57,7 @@ class TreeGeneration(_Generation):
             seeds=self.seeds,
             positions=self.positions,
             rule=self.rule,
+            raw_logprobs=self.rule_options["raw_logprobs"],
             **self.filters,
         )
 
@@ -51,6 +67,7 @@ class TreeGeneration(_Generation):
                 verified.tokens,
                 verified.path,
                 torch.where(draft.tokens >= 0, draft.parents, -1),
+                as_integers(verified.logprobs),
                 verified.num_accepted[:, None],
                 verified.status[:, None],
             ],
@@ -65,9 +82,9 @@ class TreeGeneration(_Generation):
     def _append_path(self, i: int, row: list[int]) -> Burst:
         """Add to running request ``i`` what the round emitted, up to its end; count it."""
         b, accepted, status = self.running[i], row[-2], row[-1]
-        nodes = (len(row) - 2) // 3
+        nodes = (len(row) - 2) // 4
         path, parents = row[nodes : nodes + accepted], row[2 * nodes : 3 * nodes]
-        tokens = self._emitted(row, accepted, status)[: self.limits[b] - len(self.new[b])]
+        tokens = self._emitted(b, row, accepted, status)
         visits = _visits(path, parents)
         rejected = visits[-1][0] > 0 and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
@@ -80,7 +97,8 @@ class TreeGeneration(_Generation):
             rejected=rejected,
         )
         self.statistics.record_ranks(visits[: accepted + rejected])
-        return Burst(b, tokens, accepted, None)
+        logprobs = from_integers(row[3 * nodes :][: len(tokens)])
+        return Burst(b, tokens, accepted, None, logprobs)
 
     def _commit_path(
         self, verified: ops.VerifyTreeResult, accepted: list[int], bursts: list[Burst]

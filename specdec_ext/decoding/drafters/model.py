@@ -58,7 +58,9 @@ class ModelDrafter:
         for i in range(gamma):
             logits = self._cached.forward(feed, last_only=True)
             if self._requests.process is not None:
-                logits = self._requests.process(logits, torch.cat([self._missing[:, :0], *tokens], 1))
+                logits = self._requests.process(
+                    logits, torch.cat([self._missing[:, :0], *tokens], 1)
+                )
             feed = self._draw(logits[:, 0], positions, i)
             tokens.append(feed if going is None else torch.where(going[:, None], feed, -1))
             laws.append(logits)
