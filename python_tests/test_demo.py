@@ -225,8 +225,10 @@ def test_target_and_draft_go_together(pair, capsys):
     assert "go together" in capsys.readouterr().err
 
 
-def test_the_example_loop(pair):
-    arguments = ["examples/drop_in_loop.py", "import os", str(pair / "target"), str(pair / "draft")]
+@pytest.mark.parametrize("example", ["drop_in_loop", "inside_transformers"])
+def test_the_examples(pair, example):
+    folders = (str(pair / "target"), str(pair / "draft"))
+    arguments = [f"examples/{example}.py", "import os", *folders]
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=environment(), cwd=ROOT
     )

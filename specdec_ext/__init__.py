@@ -3,12 +3,14 @@
 `verify` takes the raw logits of a target model and a draft and returns the tokens to emit,
 `verify_tree` does so where the draft is a tree; `row_law`, `sample`, `acceptance` and `uniforms`
 are what a decoding loop needs beside them, and `generate` is such a loop; `tree_mask`,
-`tree_attention` and `compact_kv` are what a target model needs for draft trees.
+`tree_attention` and `compact_kv` are what a target model needs for draft trees. `hf` works
+inside Hugging Face transformers.
 ``torch.ops.specdec`` holds the operators themselves.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .backend import load_libraries
@@ -44,6 +46,7 @@ from .ops import (  # noqa: E402
 from .tree_masks import dense_tree_mask, tree_mask_mod, tree_position_ids  # noqa: E402
 
 if TYPE_CHECKING:
+    from . import hf
     from .decoding.chain_generation import Burst, Generated, GenerationError
     from .decoding.generate import generate, stream
     from .decoding.stats import Statistics
@@ -69,6 +72,7 @@ __all__ = [
     "compact_kv",
     "dense_tree_mask",
     "generate",
+    "hf",
     "row_law",
     "sample",
     "stream",
@@ -91,4 +95,6 @@ def __getattr__(name: str) -> Any:
         from . import decoding
 
         return getattr(decoding, name)
+    if name == "hf":
+        return import_module(".hf", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

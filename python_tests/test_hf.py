@@ -1,0 +1,210 @@
+"""specdec_ext.hf: model.generate with our loop inside, and transformers' own with our operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from generate_models import pair, prompts
+from test_generate_law import ALPHA, chi_square
+from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteriaList, set_seed
+from transformers.generation import utils as generation_utils
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec_ext import hf
+from specdec_ext.decoding import StaticTree
+
+NEW = 20
+OURS = {"custom_generate": hf.generate_fn, "gamma": 3}
+TREE = StaticTree.from_widths((2, 2))
+
+
+def models(noise=0.02):
+    target, draft = pair(noise=noise)
+    target.generation_config.pad_token_id = 0
+    return target, draft
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("options", [
+    {}, {"repetition_penalty": 1.3}, {"bad_words_ids": [[5], [7, 9]], "min_new_tokens": 5},
+    {"no_repeat_ngram_size": 2}, {"eos_token_id": [11, 23, 40]}, {"max_length": 9},
+], ids=str)  # fmt: skip
+def test_greedy_is_that_of_generate(options, tree):
+    target, draft = models()
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
+    if "max_length" in options:
+        del options["max_new_tokens"]
+    for length in (4, 7):
+        ids, _ = prompts([length])
+        expected = target.generate(ids, **options)
+        found = target.generate(ids, **options, **OURS, draft_model=draft, tree=tree)
+        assert found.tolist() == expected.tolist()
+
+
+def test_left_padding_and_several_sequences():
+    target, draft = models()
+    ids, mask = prompts([6, 3, 5])
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    expected = target.generate(ids, **options)
+    found = target.generate(ids, **options, **OURS, draft_model=draft)
+    assert found.tolist() == expected.tolist()
+    several = target.generate(
+        ids, **{**options, "do_sample": True}, num_return_sequences=2, **OURS, draft_model=draft
+    )
+    assert several.shape[0] == 6 and (several[0] != several[1]).any()
+
+
+def law_after(target, ids, **filters):
+    """The law of the next token under temperature 0.8, top-k 12, top-p 0.9."""
+    with torch.no_grad():
+        row = target(input_ids=ids).logits[0, -1].double() / 0.8
+    row = row.masked_fill(row < row.topk(12).values[-1], -torch.inf)
+    p = row.softmax(-1)
+    above = torch.stack([p[p > value].sum() for value in p])
+    p = torch.where(above < 0.9, p, 0.0)
+    return p / p.sum()
+
+
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9}
+
+
+def test_first_token_follows_the_law_of_generate():
+    target, draft = models(noise=0.3)
+    ids, _ = prompts([5])
+    many = ids.repeat(4000, 1)
+    set_seed(5)
+    found = target.generate(
+        many, max_new_tokens=2, **SAMPLING, **OURS, draft_model=draft, eos_token_id=None
+    )
+    law = law_after(target, ids)
+    counts = torch.bincount(found[:, 5], minlength=len(law))
+    assert counts[law == 0].sum() == 0
+    assert chi_square(counts[law > 0], law[law > 0]) > ALPHA
+    first = int(counts.argmax())
+    second = torch.bincount(found[found[:, 5] == first, 6], minlength=len(law))
+    law = law_after(target, torch.cat([ids, torch.tensor([[first]])], 1))
+    assert chi_square(second[law > 0], law[law > 0]) > ALPHA and second[law == 0].sum() == 0
+
+
+def test_seeds_come_from_torch():
+    target, draft = models()
+    ids, _ = prompts([5])
+    options = {**SAMPLING, **OURS, "draft_model": draft, "max_new_tokens": NEW}
+
+    def sample(seed):
+        set_seed(seed)
+        return target.generate(ids, **options).tolist()
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_what_is_left_to_the_kernel():
+    penalty = RepetitionPenaltyLogitsProcessor(1.2)
+    temperature, top_k = TemperatureLogitsWarper(0.5), TopKLogitsWarper(7)
+    top_p, min_p = TopPLogitsWarper(0.9), MinPLogitsWarper(0.1)
+    split = hf._split
+    assert split([penalty, temperature, top_k, top_p, min_p], sampled=True) == (
+        [penalty], {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1},
+    )  # fmt: skip
+    assert split([top_p, temperature], sampled=True) == ([top_p], {"temperature": 0.5})
+    assert split([top_p, top_k], sampled=True) == ([top_p], {"temperature": 1.0, "top_k": 7})
+    assert split([temperature, penalty], sampled=True)[0] == [temperature, penalty]
+    keeps_two = TopPLogitsWarper(0.9, min_tokens_to_keep=2)
+    assert split([keeps_two], sampled=True) == ([keeps_two], {"temperature": 1.0})
+    assert split([penalty], sampled=False) == ([penalty], {"temperature": 0.0})
+
+
+def test_statistics_and_rounds():
+    target, draft = models()
+    ids, _ = prompts([5])
+    rounds = []
+    found = target.generate(
+        ids, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, **OURS,
+        draft_model=draft, on_round=rounds.append,
+        stopping_criteria=StoppingCriteriaList([MaxTimeCriteria(60.0)]),
+    )  # fmt: skip
+    assert found.statistics.rounds == len(rounds) < NEW
+    assert found.sequences.shape == (1, 5 + NEW)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"num_beams": 2}, "num_beams=2"),
+    ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    ({"token_type_ids": torch.zeros(1, 5, dtype=torch.int64)}, "token_type_ids"),
+])  # fmt: skip
+def test_what_is_refused(options, message):
+    target, draft = models()
+    ids, _ = prompts([5])
+    target._validate_model_kwargs = lambda kwargs: None
+    with pytest.raises(ValueError, match=message):
+        target.generate(ids, max_new_tokens=4, **OURS, draft_model=draft, **options)
+
+
+def test_a_cache_that_is_not_empty_is_refused():
+    target, draft = models()
+    ids, _ = prompts([5])
+    cache = DynamicCache(config=target.config)
+    target(input_ids=ids[:, :-1], past_key_values=cache)
+    with pytest.raises(ValueError, match="not empty"):
+        target.generate(ids, past_key_values=cache, **OURS, draft_model=draft)
+
+
+# ---- transformers' own loop ----------------------------------------------------------------------
+
+
+def assisted(target, draft, ids, seed, new=2):
+    set_seed(seed)
+    return target.generate(
+        ids, assistant_model=draft, do_sample=True, temperature=0.8, top_k=12, max_new_tokens=new,
+        eos_token_id=None,
+    )[0, ids.shape[1] :].tolist()  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_assisted_generation_verifies_with_the_operator(rule, monkeypatch):
+    target, draft = models(noise=0.3)
+    draft.generation_config.num_assistant_tokens = 3
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    ids, _ = prompts([5])
+    calls = []
+    verify = hf.ops.verify
+    monkeypatch.setattr(
+        hf.ops, "verify", lambda *a, **k: (calls.append(k["rule"]), verify(*a, **k))[1]
+    )
+    theirs = generation_utils._speculative_sampling
+    with hf.assisted_generation(rule):
+        found = [assisted(target, draft, ids, seed) for seed in range(120)]
+    assert generation_utils._speculative_sampling is theirs
+    assert len(calls) >= 120 and set(calls) == {rule}
+    with torch.no_grad():
+        row = target(input_ids=ids).logits[0, -1].double() / 0.8
+    law = row.masked_fill(row < row.topk(12).values[-1], -torch.inf).softmax(-1)
+    counts = torch.bincount(torch.tensor([tokens[0] for tokens in found]), minlength=len(law))
+    assert counts[law == 0].sum() == 0
+    assert chi_square(counts[law > 0], law[law > 0]) > 1e-6
+
+
+def test_assisted_generation_restores_after_an_error_and_knows_its_rules():
+    theirs = generation_utils._speculative_sampling
+    with pytest.raises(RuntimeError, match="stop"), hf.assisted_generation():
+        raise RuntimeError("stop")
+    assert generation_utils._speculative_sampling is theirs
+    with pytest.raises(ValueError, match="'block' or 'token'"), hf.assisted_generation("typical"):
+        pass
+
+
+def test_empty_processor_lists():
+    target, draft = models()
+    ids, _ = prompts([5])
+    found = target.generate(
+        ids, max_new_tokens=4, do_sample=False, logits_processor=LogitsProcessorList(), **OURS,
+        draft_model=draft,
+    )  # fmt: skip
+    assert found.shape == (1, 9)

@@ -1,0 +1,247 @@
+"""Inside Hugging Face transformers: `generate_fn` for ``model.generate``, and its assisted mode.
+
+Needs transformers (the extra ``hf``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import utils as _generation
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.utils.generic import ModelOutput
+
+from specdec_ext import ops
+from specdec_ext.decoding import Burst, Statistics, generate
+from specdec_ext.decoding.trees import GrownTree, StaticTree
+
+__all__ = ["SpeculativeOutput", "assisted_generation", "generate_fn"]
+
+#: What `specdec_ext.verify` does itself, in the order in which it does it.
+_FUSED = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+#: What ``model.generate`` prepares and the loop makes for itself.
+_PREPARED = {
+    "attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids",
+    "use_cache",
+}  # fmt: skip
+
+
+@dataclass
+class SpeculativeOutput(ModelOutput):
+    """What `generate_fn` returns under ``return_dict_in_generate=True``.
+
+    Attributes
+    ----------
+    sequences : Tensor
+        ``[B, P + N]`` int64.
+    statistics : Statistics
+        Counts and times.
+    """
+
+    sequences: Tensor | None = None
+    statistics: Statistics | None = None
+
+
+def generate_fn(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any] = (),
+    stopping_criteria: Sequence[Any] = (),
+    generation_config: Any = None,
+    *,
+    draft_model: Any = None,
+    gamma: int = 5,
+    rule: str | None = None,
+    tree: StaticTree | GrownTree | None = None,
+    seeds: int | Sequence[int] | Tensor | None = None,
+    on_round: Callable[[list[Burst]], None] | None = None,
+    **model_kwargs: Any,
+) -> Tensor | SpeculativeOutput:
+    """Decode speculatively in ``model.generate(..., custom_generate=generate_fn)``.
+
+    The model stays as it is, and so does every argument of ``model.generate`` that is about the
+    law: ``do_sample``, temperature, filters, repetition penalty, bad words, stop strings, lengths,
+    end tokens, ``num_return_sequences``. Temperature, top-k, top-p and min-p are left to the
+    verification kernel where nothing comes after them; all other processors run on the host after
+    every slot's own prefix. Output is distributed as that of ``model.generate`` without it.
+
+    Parameters
+    ----------
+    model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        As ``model.generate`` hands them over. Processors and criteria get each request's own text,
+        without the padding of its batch.
+    draft_model : torch.nn.Module, Drafter or None
+        As ``draft`` of `specdec_ext.generate`.
+    gamma, rule, tree, seeds, on_round
+        As in `specdec_ext.generate`. Without seeds, they are drawn from torch's generator, which
+        ``transformers.set_seed`` sets.
+
+    Returns
+    -------
+    Tensor or SpeculativeOutput
+        ``[B, P + N]``; with ``return_dict_in_generate=True`` with statistics.
+
+    Raises
+    ------
+    ValueError
+        Something is asked for that the loop has not: beams, scores, attentions, hidden states,
+        inputs that are no token ids, a cache that is not empty.
+
+    Notes
+    -----
+    transformers hands no ``streamer`` to functions like this one: use ``on_round``.
+
+    Examples
+    --------
+    >>> target.generate(  # doctest: +SKIP
+    ...     **tokenizer("def main():", return_tensors="pt"), do_sample=True, max_new_tokens=64,
+    ...     custom_generate=specdec_ext.hf.generate_fn, draft_model=draft, gamma=5,
+    ... )
+    """
+    config = generation_config
+    _refuse_what_is_missing(model, config, model_kwargs)
+    processors, filters = _split(logits_processor, sampled=config.do_sample)
+    result = generate(
+        model,
+        draft_model,
+        input_ids,
+        attention_mask=model_kwargs.get("attention_mask"),
+        max_new_tokens=max(config.max_length - input_ids.shape[1], 0),
+        gamma=gamma,
+        seeds=seeds,
+        tree=tree,
+        rule=rule,
+        logits_processor=processors,
+        eos_token_id=_ids(config._eos_token_tensor),
+        stopping_criteria=[
+            # These two are the loop's own: it counts new tokens, and has no padding in its texts.
+            c
+            for c in stopping_criteria
+            if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
+        ],
+        pad_token_id=next(iter(_ids(config._pad_token_tensor)), None),
+        on_round=on_round,
+        **filters,
+    )
+    if not config.return_dict_in_generate:
+        return result.sequences
+    return SpeculativeOutput(result.sequences, result.statistics)
+
+
+def _ids(tokens: Tensor | None) -> list[int]:
+    return [] if tokens is None else [int(token) for token in tokens.reshape(-1)]
+
+
+def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any]) -> None:
+    wanted = [
+        name
+        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        if getattr(config, name, False) and config.return_dict_in_generate
+    ]
+    if (config.num_beams or 1) > 1:
+        wanted.append(f"num_beams={config.num_beams}")
+    wanted += [
+        name for name in model_kwargs if name not in _PREPARED and model_kwargs[name] is not None
+    ]
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        wanted.append("past_key_values that are not empty")
+    if wanted:
+        raise ValueError(
+            f"generate_fn: {type(model).__name__}.generate was asked for what speculative decoding "
+            f"has not here: {', '.join(wanted)}"
+        )
+
+
+def _split(given: Sequence[Any], *, sampled: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Leave to the kernel what it does itself: a tail of temperature, top-k, top-p, min-p."""
+    processors = list(given)
+    if not sampled:
+        return processors, {"temperature": 0.0}
+    filters: dict[str, Any] = {}
+    rest = list(_FUSED)
+    while processors and type(processors[-1]) in rest and _is_plain(processors[-1]):
+        last = processors.pop()
+        filters[_FUSED[type(last)]] = getattr(last, _FUSED[type(last)])
+        rest = rest[: rest.index(type(last))]
+    return processors, {"temperature": 1.0, **filters}
+
+
+def _is_plain(warper: Any) -> bool:
+    """Tell a filter that keeps one token at least, and hides the others."""
+    hidden = getattr(warper, "filter_value", -torch.inf) == -torch.inf
+    return hidden and getattr(warper, "min_tokens_to_keep", 1) == 1
+
+
+@contextmanager
+def assisted_generation(rule: str = "block") -> Iterator[None]:
+    """Let transformers' own assisted generation verify with `specdec_ext.verify`.
+
+    Within the context, ``model.generate(..., assistant_model=..., do_sample=True)`` decides which
+    candidates to keep, and draws the token behind them, by our operator in place of its own
+    ``_speculative_sampling``; all else, the candidate generators included, stays theirs. Coins come
+    from torch's generator. Not for several threads at once: it replaces a function of a module.
+    ``assistant_ensemble_weight``, which is not lossless, keeps their function.
+
+    Parameters
+    ----------
+    rule : {"block", "token"}
+        How to verify. Both are lossless.
+
+    Raises
+    ------
+    ValueError
+        Another rule.
+
+    Examples
+    --------
+    >>> with specdec_ext.hf.assisted_generation():  # doctest: +SKIP
+    ...     target.generate(**inputs, assistant_model=draft, do_sample=True)
+    """
+    if rule not in ("block", "token"):
+        raise ValueError(f"assisted_generation: rule must be 'block' or 'token', got {rule!r}")
+    original = _generation._speculative_sampling
+
+    def verify(
+        candidate_input_ids: Tensor,
+        candidate_logits: Tensor,
+        candidate_length: int,
+        new_logits: Tensor,
+        assistant_ensemble_weight: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if assistant_ensemble_weight is not None:
+            theirs: tuple[Tensor, Tensor] = original(
+                candidate_input_ids, candidate_logits, candidate_length, new_logits,
+                assistant_ensemble_weight,
+            )  # fmt: skip
+            return theirs
+        count = candidate_logits.shape[1]
+        drafted = candidate_input_ids[:, candidate_input_ids.shape[1] - count :]
+        coins = torch.rand(1, count + 1, dtype=torch.float64, device=drafted.device)
+        found = ops.verify(new_logits, drafted, candidate_logits, uniforms=coins, rule=rule)
+        if int(found.status) & ops.STATUS_NO_TARGET_LAW:
+            raise ValueError("assisted_generation: the target's logits hold NaN or nothing finite")
+        accepted = found.num_accepted[0]
+        return found.tokens[:, : int(accepted) + 1], accepted
+
+    _generation._speculative_sampling = verify
+    try:
+        yield
+    finally:
+        _generation._speculative_sampling = original
