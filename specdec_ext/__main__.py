@@ -1,14 +1,15 @@
-"""``python -m specdec_ext <command>``: demo or info."""
+"""``python -m specdec_ext <command>``: demo, check or info."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from . import demo, info
+from . import check, demo, info
 
 COMMANDS = {
     "demo": (demo, "generate with and without speculation, and compare"),
+    "check": (check, "is speculative output that of plain decoding? lossless, tie or bug"),
     "info": (info, "versions, backends present and absent, CPU capability chosen"),
 }
 
