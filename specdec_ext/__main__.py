@@ -1,15 +1,16 @@
-"""``python -m specdec_ext <command>``: demo or info."""
+"""``python -m specdec_ext <command>``: demo, info or plot."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from . import demo, info
+from . import demo, info, plot
 
 COMMANDS = {
     "demo": (demo, "generate with and without speculation, and compare"),
     "info": (info, "versions, backends present and absent, CPU capability chosen"),
+    "plot": (plot, "the papers' figures, from formulae and from a recorded run"),
 }
 
 
