@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import specdec_ext
-from specdec_ext import demo
+from specdec_ext import demo, theory
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -164,7 +164,7 @@ def test_json(here):
         assert spec["emitted"] == comparison["plain"]["emitted"] == 24
         assert comparison["alpha"] == spec["accepted"] / (spec["accepted"] + spec["rejected"])
         assert comparison["formula_speedup"] == pytest.approx(
-            demo.expected_speedup(comparison["alpha"], 3, comparison["c"])
+            theory.walltime_factor(comparison["alpha"], 3, comparison["c"])
         )
         assert comparison["speedup"] == pytest.approx(
             spec["tokens_per_second"] / comparison["plain"]["tokens_per_second"]
@@ -310,10 +310,3 @@ def test_characters_of_several_tokens(pair):
     reader = demo.Reader(tokenizer, tokens[:20])
     read = "".join(map(reader.push, tokens[:13] * 9))
     assert read == tokenizer.decode(tokens[:13] * 9)
-
-
-def test_formula():
-    assert demo.expected_speedup(0.5, 1, 0.0) == 1.5
-    assert demo.expected_speedup(1.0, 4, 0.25) == 2.5
-    assert demo.expected_speedup(0.8, 5, 0.1) == pytest.approx(3.68928 / 1.5)
-    assert demo.expected_speedup(0.3, 0, 0.1) == pytest.approx(1.0)

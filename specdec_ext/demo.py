@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
+from .theory import walltime_factor
+
 if TYPE_CHECKING:
     from specdec_ext.decoding import Burst, Statistics
 
-__all__ = ["add_arguments", "expected_speedup", "run"]
+__all__ = ["add_arguments", "run"]
 
 PAIR = Path(__file__).with_name("assets") / "stdlib-pair"
 PROMPT_TOKENS = 160
@@ -266,34 +268,8 @@ class Comparison:
 
     @property
     def formula(self) -> float:
-        """What `expected_speedup` makes of the measured alpha and c."""
-        return expected_speedup(self.speculative.acceptance_rate, self.gamma, self.draft_cost)
-
-
-def expected_speedup(alpha: float, gamma: int, c: float) -> float:
-    """Return the expected improvement in wall time of Leviathan et al., Theorem 3.8.
-
-    Parameters
-    ----------
-    alpha : float
-        Acceptance rate.
-    gamma : int
-        Draft tokens a round.
-    c : float
-        Cost of a draft call in target calls.
-
-    Returns
-    -------
-    float
-        ``(1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + 1))``.
-
-    Examples
-    --------
-    >>> expected_speedup(0.8, 5, 0.0)  # doctest: +ELLIPSIS
-    3.68928...
-    """
-    tokens = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-    return tokens / (gamma * c + 1)
+        """What `theory.walltime_factor` makes of the measured alpha and c."""
+        return walltime_factor(self.speculative.acceptance_rate, self.gamma, self.draft_cost)
 
 
 def _generate(

@@ -1,33 +1,17 @@
-"""What the papers' formulae say about a pair of models, measured on saved logits.
-
-Leviathan et al., "Fast inference from transformers via speculative decoding", arXiv 2211.17192
-(its section 3 is cited by number), and Sun et al., "Block verification accelerates speculative
-decoding", arXiv 2403.10444. Laws are those of `specdec_ext.verify`: temperature and filters of the
-target, and by default the same of the draft.
-
-Estimates take a *stream*: any iterable of batches of logits, which is read once and never held
-together, so that a file larger than memory will do.
-"""
+"""Means over contexts and drafts, with standard errors, from streams of saved logits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import ops
+from specdec_ext import ops
 
-__all__ = [
-    "Estimate",
-    "acceptance_rate",
-    "accepted_length",
-    "divergence",
-    "expected_accepted",
-    "ratio",
-]
+__all__ = ["Estimate", "acceptance_rate", "accepted_length", "expected_accepted", "ratio"]
 
 _FATAL = ops.STATUS_NO_TARGET_LAW | ops.STATUS_PARAMETER_OUT_OF_RANGE
 
@@ -107,41 +91,16 @@ def ratio(sums: Tensor, sizes: Tensor) -> Estimate:
     return moments.estimate()
 
 
-def divergence(target_logits: Tensor, draft_logits: Tensor, **filters: Any) -> Tensor:
-    """Compute D_LK of two laws row by row: the probability that a sampled token is rejected.
-
-    D_LK(p, q) = sum |p - M| with M = (p + q) / 2 (definition 2) is the total variation distance,
-    1 - sum min(p, q) (lemma 3): 0 for equal laws, 1 for disjoint ones (corollary 4).
-
-    Parameters
-    ----------
-    target_logits, draft_logits : Tensor
-        ``[R, V]`` and ``[R, Vd]``, as for `specdec_ext.acceptance`.
-    **filters
-        As for `specdec_ext.acceptance`.
-
-    Returns
-    -------
-    Tensor
-        ``[R]`` float32; NaN where a row has no law.
-
-    References
-    ----------
-    Leviathan et al., arXiv 2211.17192, section 3.2.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from specdec_ext import theory
-    >>> p, q = torch.tensor([[0.3, 0.7]]).log(), torch.tensor([[0.8, 0.2]]).log()
-    >>> theory.divergence(p, q)
-    tensor([0.5000])
-    """
-    return 1.0 - ops.acceptance(target_logits, draft_logits, **filters)
-
-
-def acceptance_rate(batches: Iterable[tuple[Tensor, Tensor]], **filters: Any) -> Estimate:
+def acceptance_rate(
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    rate: Callable[..., Tensor] = ops.acceptance,
+    **filters: Any,
+) -> Estimate:
     """Estimate alpha = E[sum min(p, q)], the mean acceptance rate of a draft (corollary 6).
+
+    Convention: the mean over contexts, each counted once. What a loop counts, accepted / (accepted
+    + rejected), weighs contexts by how often a draft reaches them.
 
     Parameters
     ----------
@@ -149,6 +108,9 @@ def acceptance_rate(batches: Iterable[tuple[Tensor, Tensor]], **filters: Any) ->
         Target and draft logits of the same contexts: ``[R, V]`` and ``[R, Vd]``, every row a unit;
         or ``[B, T, V]`` and ``[B, T, Vd]``, every sequence a unit: its T rows are no independent
         observations, and the standard error knows.
+    rate : callable
+        What is averaged: called as `specdec_ext.acceptance`, and returning ``[R]``. Under lenience:
+        ``functools.partial(theory.lenient_acceptance, lenience=0.5)``.
     **filters
         Numbers, as for `specdec_ext.acceptance`.
 
@@ -182,7 +144,7 @@ def acceptance_rate(batches: Iterable[tuple[Tensor, Tensor]], **filters: Any) ->
                 f"[B, T, Vd], got {list(target.shape)} and {list(draft.shape)} (batch {number})"
             )
         units, rows = len(target), target.shape[1] if target.dim() == 3 else 1
-        beta = ops.acceptance(
+        beta = rate(
             target.reshape(-1, target.shape[-1]), draft.reshape(-1, draft.shape[-1]), **filters
         )
         if bool(beta.isnan().any()):
@@ -236,6 +198,9 @@ def accepted_length(
     batches: Iterable[tuple[Tensor, Tensor, Tensor | None]], rule: str = "block", **options: Any
 ) -> Estimate:
     """Estimate the expected number of accepted draft tokens a call: E[tokens a call] - 1.
+
+    Convention: the token that every call adds at its end is not counted here, and it is in
+    `expected_tokens`.
 
     Every chain's coins are integrated out (`expected_accepted`), so that only the drafts
     themselves are a sample. Nothing is assumed of the acceptance rates along a chain: where they

@@ -1,0 +1,522 @@
+"""How many tokens to draft: one class a policy; `GammaPolicy` is what a loop needs of each.
+
+A policy says at the begin of a round how many tokens each request may draft at most, may end the
+draft of a request early while it is drafted, and hears at the end what was accepted. Every request
+of a batch is decided for alone.
+
+Lossless under every rule that is lossless for a fixed gamma. What a round emits, continued by the
+target's own tokens, follows the target's law given all that happened before, whatever the draft's
+length; so the length may depend on earlier rounds, on their discarded tokens and on time. Within a
+round it may depend on the tokens and rows drafted so far, all of which stay in the draft: it is
+then a function of the path, and verification sees a draft that ends there. It must not depend on a
+token that is then left out: what is left of q after that choice would not be q.
+
+A policy that goes by the clock (`RenewalRule`) makes the tokens, not their law, depend on time;
+under the rule ``coupled`` not even them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec_ext import theory
+from specdec_ext.decoding.calibration import Calibration, RoundTimes
+from specdec_ext.decoding.drafters import GoOn
+
+__all__ = [
+    "ConfidenceStop",
+    "EntropyBound",
+    "FixedGamma",
+    "GammaPolicy",
+    "GradientAscent",
+    "HeuristicGamma",
+    "RenewalRule",
+]
+
+
+class GammaPolicy(Protocol):
+    """Chooses the draft length of each request and round.
+
+    A round is one `lengths`, as many `go_on` as the drafter asks, and one `commit`. `select` comes
+    between rounds, when requests end.
+    """
+
+    @property
+    def limit(self) -> int:
+        """The largest length it ever allows."""
+
+    @property
+    def go_on(self) -> GoOn | None:
+        """Asked after every draft token but the last, see `GoOn`; None: it never ends a draft."""
+
+    def start(self, batch: int) -> None:
+        """Begin a generation of so many requests; what was learnt of the models may be kept."""
+
+    def lengths(self) -> list[int]:
+        """Return how many tokens each request may draft in this round, 0 to ``limit``."""
+
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Hear how many tokens each request drafted, and how many of them were accepted."""
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value}")
+
+
+# --- fixed lengths, and draft-side stops ------------------------------------------------------
+
+
+class FixedGamma:
+    """Always the same length.
+
+    Parameters
+    ----------
+    gamma : int
+        Draft tokens a round.
+
+    Examples
+    --------
+    >>> policy = FixedGamma(3)
+    >>> policy.start(2)
+    >>> policy.lengths()
+    [3, 3]
+    """
+
+    go_on: GoOn | None = None
+
+    def __init__(self, gamma: int) -> None:
+        _check_range("gamma", gamma, 0, math.inf)
+        self.limit = gamma
+        self._batch = 0
+
+    def start(self, batch: int) -> None:
+        """Begin a generation."""
+        self._batch = batch
+
+    def lengths(self) -> list[int]:
+        """Return the same number for each request."""
+        return [self.limit] * self._batch
+
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Hear what was accepted."""
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        self._batch = len(indices)
+
+
+def _confidence(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return each token's probability at temperature 1, ``[B]``; 0 where a row has no law."""
+    ids = tokens.clamp(min=0, max=logits.shape[-1] - 1)[:, None]
+    logits = logits.float()
+    return (logits.gather(1, ids)[:, 0] - logits.logsumexp(1)).exp().nan_to_num(nan=0.0)
+
+
+class ConfidenceStop(FixedGamma):
+    """Ends a draft behind a token that the draft model itself thought unlikely.
+
+    The probability is that of the draft's row at temperature 1 without filters. Tokens that have no
+    row (a lookup's) are never thought unlikely.
+
+    Parameters
+    ----------
+    gamma : int
+        Largest length.
+    threshold : float
+        The draft goes on while the last token's probability is at least this. 0.4 is the default of
+        transformers.
+
+    References
+    ----------
+    ``assistant_confidence_threshold`` of Hugging Face transformers (``ConfidenceCriteria``); Mamou
+    et al., "Dynamic speculation lookahead accelerates speculative decoding of large language
+    models", arXiv 2405.04304.
+
+    Examples
+    --------
+    >>> policy = ConfidenceStop(8, threshold=0.5)
+    >>> policy.go_on(torch.tensor([0, 1]), torch.tensor([[0.9, 0.1], [0.9, 0.1]]).log())
+    tensor([ True, False])
+    """
+
+    def __init__(self, gamma: int = 10, threshold: float = 0.4) -> None:
+        super().__init__(gamma)
+        _check_range("threshold", threshold, 0, 1)
+        self.threshold = threshold
+        self.go_on = self._is_confident
+
+    def _is_confident(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
+        if logits is None:
+            return torch.ones_like(tokens, dtype=torch.bool)
+        return _confidence(tokens, logits) >= self.threshold
+
+
+class EntropyBound(FixedGamma):
+    """Ends a draft behind a token whose row was too flat for it to be accepted surely enough.
+
+    With H the row's entropy in nats at temperature 1 without filters, 1 - sqrt(weight H) stands in
+    for a lower bound of the acceptance rate: Pinsker's inequality bounds it by the divergence of
+    draft and target, which is taken to be a share of H. Tokens without a row go on.
+
+    Parameters
+    ----------
+    gamma : int
+        Largest length.
+    threshold : float
+        The draft goes on while the bound is at least this.
+    weight : float
+        Share of the entropy; 0.2 in the paper.
+
+    References
+    ----------
+    Agrawal, Jeon, Lee, "AdaEDL: early draft stopping for speculative decoding of large language
+    models via an entropy-based lower bound on token acceptance probability", arXiv 2410.18351
+    (which also moves the threshold as it goes).
+
+    Examples
+    --------
+    >>> policy = EntropyBound(8, threshold=0.5)
+    >>> rows = torch.tensor([[0.97, 0.01, 0.01, 0.01], [0.25, 0.25, 0.25, 0.25]]).log()
+    >>> policy.go_on(torch.tensor([0, 0]), rows)  # 0.17 and 1.39 nats
+    tensor([ True, False])
+    """
+
+    def __init__(self, gamma: int = 10, threshold: float = 0.4, weight: float = 0.2) -> None:
+        super().__init__(gamma)
+        _check_range("threshold", threshold, 0, 1)
+        _check_range("weight", weight, 0, math.inf)
+        self.threshold, self.weight = threshold, weight
+        self.go_on = self._is_sharp
+
+    def _is_sharp(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
+        if logits is None:
+            return torch.ones_like(tokens, dtype=torch.bool)
+        entropy = torch.special.entr(logits.float().softmax(-1)).sum(-1)
+        bound: Tensor = 1 - (self.weight * entropy).sqrt()
+        return bound >= self.threshold
+
+
+# --- lengths that follow what was accepted ----------------------------------------------------
+
+
+class HeuristicGamma:
+    """Two more after a draft that was accepted whole, else one less: that of transformers.
+
+    Parameters
+    ----------
+    gamma : int
+        First length.
+    limit : int
+        Largest length (transformers has none).
+
+    References
+    ----------
+    ``num_assistant_tokens_schedule="heuristic"`` of Hugging Face transformers.
+
+    Examples
+    --------
+    >>> policy = HeuristicGamma(5)
+    >>> policy.start(2)
+    >>> policy.commit([5, 5], [5, 2])
+    >>> policy.lengths()
+    [7, 4]
+    """
+
+    go_on: GoOn | None = None
+
+    def __init__(self, gamma: int = 5, limit: int = 20) -> None:
+        _check_range("gamma", gamma, 1, limit)
+        self.gamma, self.limit = gamma, limit
+        self._lengths: list[int] = []
+
+    def start(self, batch: int) -> None:
+        """Begin a generation, each request at the first length."""
+        self._lengths = [self.gamma] * batch
+
+    def lengths(self) -> list[int]:
+        """Return each request's length."""
+        return list(self._lengths)
+
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Lengthen or shorten; a request that drafted nothing stays."""
+        for b, (offered, taken) in enumerate(zip(drafted, accepted, strict=True)):
+            if offered:
+                step = 2 if taken == offered else -1
+                self._lengths[b] = min(max(self._lengths[b] + step, 1), self.limit)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        self._lengths = [self._lengths[b] for b in indices]
+
+
+class GradientAscent:
+    """Climbs the wall-time equation with each request's mean acceptance rate so far: the report's.
+
+    alpha is (accepted + 1) / (accepted + rejected + 2), so that no first round settles it. The
+    length is at least 1: nothing would be learnt any more without a draft.
+
+    Parameters
+    ----------
+    c : float
+        Time of a draft call in target calls.
+    gamma : int
+        First length.
+    limit : int
+        Largest length.
+    rate : float
+        Length of a step, in units of the gradient.
+    steps : int
+        Steps a round.
+
+    References
+    ----------
+    Tulsian, Goyal, Aggarwal, a course report on Leviathan et al., section II.D.2, whose acceptance
+    rate is almost certainly accepted / drafted; theorem 8 wants accepted / (accepted + rejected).
+
+    Examples
+    --------
+    >>> policy = GradientAscent(c=0.05)
+    >>> policy.start(1)
+    >>> for _ in range(200):
+    ...     policy.commit([5], [4])  # alpha 4/5
+    >>> policy.lengths(), theory.optimal_gamma(0.8, 0.05)
+    ([8], 8)
+    """
+
+    go_on: GoOn | None = None
+
+    def __init__(
+        self, c: float, gamma: int = 5, limit: int = 20, *, rate: float = 2.0, steps: int = 10
+    ) -> None:
+        _check_range("c", c, 0, math.inf)
+        _check_range("gamma", gamma, 1, limit)
+        self.c, self.gamma, self.limit = c, gamma, limit
+        self.rate, self.steps = rate, steps
+        self._accepted: list[int] = []
+        self._tested: list[int] = []
+        self._gammas: list[float] = []
+
+    def start(self, batch: int) -> None:
+        """Begin a generation, each request at the first length."""
+        self._accepted, self._tested = [0] * batch, [0] * batch
+        self._gammas = [float(self.gamma)] * batch
+
+    def lengths(self) -> list[int]:
+        """Return the whole number next to where each request stands."""
+        return [round(gamma) for gamma in self._gammas]
+
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count, and climb a few steps."""
+        for b, (offered, taken) in enumerate(zip(drafted, accepted, strict=True)):
+            self._accepted[b] += taken
+            self._tested[b] += min(taken + 1, offered)
+            alpha = (self._accepted[b] + 1) / (self._tested[b] + 2)
+            for _ in range(self.steps):
+                slope = theory.walltime_gradient(alpha, self._gammas[b], self.c)
+                self._gammas[b] = min(max(self._gammas[b] + self.rate * slope, 1.0), self.limit)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        self._accepted = [self._accepted[b] for b in indices]
+        self._tested = [self._tested[b] for b in indices]
+        self._gammas = [self._gammas[b] for b in indices]
+
+
+# --- the renewal rule -------------------------------------------------------------------------
+
+
+class RenewalRule:
+    """Drafts on while the next token's chance to be accepted is worth its time.
+
+    With rho the tokens a plain round's time that a request makes now, and c the cost of a further
+    draft token in plain rounds, it drafts token j + 1 while P(tokens 1 to j + 1 accepted) >= rho c.
+    Where acceptance is i.i.d., rho settles where no length is better (theorem 8's best gamma);
+    where it is not, drafts are long where the draft is sure of itself.
+
+    P is a product: of each drafted token's acceptance rate by its confidence, from a `Calibration`,
+    and of the request's mean acceptance rate lately, for the token not yet seen. rho is a moving
+    sum of tokens over one of times; c is what `RoundTimes` makes of the rounds' times. A request
+    for which even the first token is not worth it drafts nothing: plain decoding. From time to time
+    it drafts one token in each of two rounds, and drafts again once that pays. Where all rounds
+    were alike, a plain one now and then tells what a draft token costs.
+
+    Parameters
+    ----------
+    limit : int
+        Largest length.
+    c : float
+        First guess of c.
+    probe : int
+        Rounds from one such trial to the next.
+    memory : int
+        Rounds after which what was accepted weighs 1/e.
+    clock : callable
+        Seconds by now.
+
+    Attributes
+    ----------
+    times : RoundTimes
+        Kept from one generation to the next, as is ``table``.
+    table : Calibration
+        See there.
+
+    Notes
+    -----
+    In a batch a round takes as long as its longest draft, and each request is charged for that. A
+    drafter that never asks `go_on` is told the length that the mean acceptance rate makes best.
+
+    References
+    ----------
+    Leviathan et al., arXiv 2211.17192, section 3.5, asks for such a rule. That the ratio of means
+    is largest where rho no longer changes is Dinkelbach's theorem ("On nonlinear fractional
+    programming", Management Science 13, 1967).
+
+    Examples
+    --------
+    >>> policy = RenewalRule(limit=8, c=0.3)
+    >>> policy.start(1)
+    >>> policy.lengths()
+    [8]
+    >>> policy.go_on(torch.tensor([0]), None)  # a half squared, at first, against rho c = 0.3
+    tensor([False])
+    """
+
+    PRIOR = 4.0  # a request counts as many trials at the rate of all requests
+    ENOUGH = 3.0  # sum of squares of the lengths, from which c is known well enough
+    PLAIN = 8  # rounds from one plain round to the next, where it is not
+
+    def __init__(
+        self,
+        limit: int = 16,
+        c: float = 0.1,
+        *,
+        probe: int = 32,
+        memory: int = 32,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        _check_range("limit", limit, 1, math.inf)
+        _check_range("c", c, 0, math.inf)
+        _check_range("probe", probe, 3, math.inf)
+        _check_range("memory", memory, 2, math.inf)
+        self.limit, self.probe = limit, probe
+        self.times, self.table = RoundTimes(c), Calibration()
+        self._keep, self._clock = 1 - 1 / memory, clock
+        self._everyone = _Trials(1 - 1 / (8 * memory))
+        self._asks = True  # whether the drafter asks go_on
+        self.start(0)
+
+    def start(self, batch: int) -> None:
+        """Begin a generation, keeping what is known of the models."""
+        self._round = 0
+        self._trials = [_Trials(self._keep) for _ in range(batch)]
+        self._tokens, self._time = [1.0] * batch, [1.0] * batch
+        self._caught_up = False  # whether the draft has run all that the target has
+
+    def lengths(self) -> list[int]:
+        """Return each request's limit in this round; the clock starts."""
+        self._begun, self._round = self._clock(), self._round + 1
+        self._seen: list[Tensor] = []
+        self._steps = 0
+        c, prior = self.times.c, self._everyone.rate(0.5, 1.0)
+        self._alphas = [trials.rate(prior, self.PRIOR) for trials in self._trials]
+        self._needed = [
+            max(tokens / spent, 1.0) * c
+            for tokens, spent in zip(self._tokens, self._time, strict=True)
+        ]
+        self._lengths = [
+            self._length(alpha, needed)
+            for alpha, needed in zip(self._alphas, self._needed, strict=True)
+        ]
+        if self._round % self.PLAIN == 0 and self.times.spread < self.ENOUGH:
+            self._lengths = [0] * len(self._lengths)
+        if self._round % self.probe < 2 <= self._round:
+            self._lengths = [max(length, 1) for length in self._lengths]
+        return list(self._lengths)
+
+    def _length(self, alpha: float, needed: float) -> int:
+        """Return the largest n with alpha^n >= needed; the limit if `go_on` will settle it."""
+        if alpha < needed:
+            return 0
+        if self._asks or needed == 0 or alpha == 1:
+            return self.limit
+        return min(int(math.log(needed) / math.log(alpha)), self.limit)
+
+    def go_on(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
+        """Return which requests draft another token, ``[B]`` bool."""
+        if self._steps == 0:
+            self._survival = torch.ones(tokens.shape[0], device=tokens.device)
+            self._next, self._bar, self._last, self._rates = (
+                torch.tensor(numbers, device=tokens.device)
+                for numbers in (self._alphas, self._needed, self._lengths, self.table.rates())
+            )
+        passed = self._next
+        if logits is not None:
+            self._seen.append(self.table.bin(_confidence(tokens, logits)))
+            passed = self._rates[self._seen[-1]]
+        self._steps += 1
+        self._survival = self._survival * passed
+        return (self._last > self._steps) & (self._survival * self._next >= self._bar)
+
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Hear what was accepted; the clock stops."""
+        steps = max(drafted, default=0)
+        # A draft that follows a plain round begins with the tokens that it has missed.
+        if self._caught_up or (steps == 0 and self._round > 1):
+            self.times.observe(steps, self._clock() - self._begun)
+        self._caught_up = steps > 0
+        if steps > 1:
+            self._asks = self._steps > 0
+        self._calibrate(drafted, accepted)
+        spent = 1 + self.times.c * steps
+        tested = [min(taken + 1, n) for n, taken in zip(drafted, accepted, strict=True)]
+        if steps:
+            self._everyone.add(sum(accepted), sum(tested))
+        for b, taken in enumerate(accepted):
+            if tested[b]:
+                self._trials[b].add(taken, tested[b])
+            self._tokens[b] = self._keep * self._tokens[b] + taken + 1
+            self._time[b] = self._keep * self._time[b] + spent
+
+    def _calibrate(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count the tokens whose confidence was seen and that verification tested."""
+        if not self._seen:
+            return
+        bins: list[int] = []
+        outcomes: list[bool] = []
+        rows = torch.stack(self._seen, 1).tolist()
+        for row, offered, taken in zip(rows, drafted, accepted, strict=True):
+            tested = row[: min(taken + 1, offered)]
+            bins += tested
+            outcomes += [j < taken for j in range(len(tested))]
+        self.table.observe(bins, outcomes)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        self._trials = [self._trials[b] for b in indices]
+        self._tokens = [self._tokens[b] for b in indices]
+        self._time = [self._time[b] for b in indices]
+
+
+class _Trials:
+    """Accepted and tested draft tokens, forgetting by rounds."""
+
+    def __init__(self, keep: float) -> None:
+        self._keep, self._accepted, self._tested = keep, 0.0, 0.0
+
+    def add(self, accepted: int, tested: int) -> None:
+        self._accepted = self._keep * self._accepted + accepted
+        self._tested = self._keep * self._tested + tested
+
+    def rate(self, prior: float, trials: float) -> float:
+        """Return accepted / tested, with so many trials more at the prior rate."""
+        return (self._accepted + trials * prior) / (self._tested + trials)
