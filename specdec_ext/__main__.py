@@ -1,15 +1,16 @@
-"""``python -m specdec_ext <command>``: demo, check, plot or info."""
+"""``python -m specdec_ext <command>``: demo, check, simulate, plot or info."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from . import check, demo, info, plot
+from . import check, demo, info, plot, simulate
 
 COMMANDS = {
     "demo": (demo, "generate with and without speculation, and compare"),
     "check": (check, "is speculative output that of plain decoding? lossless, tie or bug"),
+    "simulate": (simulate, "accepted lengths and speed-ups from saved logits"),
     "info": (info, "versions, backends present and absent, CPU capability chosen"),
     "plot": (plot, "the papers' figures, from formulae and from a recorded run"),
 }
