@@ -71,6 +71,7 @@ def generate_fn(
     tree: StaticTree | GrownTree | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
     on_round: Callable[[list[Burst]], None] | None = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """Decode speculatively in ``model.generate(..., custom_generate=generate_fn)``.
@@ -91,6 +92,9 @@ def generate_fn(
     gamma, rule, tree, seeds, on_round
         As in `specdec_ext.generate`. Without seeds, they are drawn from torch's generator, which
         ``transformers.set_seed`` sets.
+
+    inputs_tensor : Tensor
+        The encoder's input, where there is one: a draft that is an encoder-decoder reads it, too.
 
     Returns
     -------
@@ -117,11 +121,15 @@ def generate_fn(
     config = generation_config
     _refuse_what_is_missing(model, config, model_kwargs)
     processors, filters = _split(logits_processor, sampled=config.do_sample)
+    mask_name = "attention_mask"
+    if model.config.is_encoder_decoder:
+        model, draft_model = _encoded(model, draft_model, inputs_tensor, input_ids, model_kwargs)
+        mask_name = "decoder_attention_mask"
     result = generate(
         model,
         draft_model,
         input_ids,
-        attention_mask=model_kwargs.get("attention_mask"),
+        attention_mask=model_kwargs.get(mask_name),
         max_new_tokens=max(config.max_length - input_ids.shape[1], 0),
         gamma=gamma,
         seeds=seeds,
@@ -144,6 +152,23 @@ def generate_fn(
     return SpeculativeOutput(result.sequences, result.statistics)
 
 
+def _encoded(
+    model: Any, draft: Any, inputs: Tensor | None, input_ids: Tensor, model_kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Give both models what was encoded; a draft that is no encoder-decoder stays as it is."""
+    from specdec_ext.decoding.encoder_decoder import encoded
+
+    mask = model_kwargs.get("attention_mask")
+    target = encoded(model, encoder_outputs=model_kwargs["encoder_outputs"], attention_mask=mask)
+    if not getattr(getattr(draft, "config", None), "is_encoder_decoder", False):
+        return target, draft
+    assert inputs is not None, "transformers hands over the encoder's input"
+    several = len(input_ids) // len(inputs)  # num_return_sequences
+    name = model.main_input_name
+    read = {name: inputs.repeat_interleave(several, 0)}
+    return target, encoded(draft, attention_mask=mask, **read)
+
+
 def _ids(tokens: Tensor | None) -> list[int]:
     return [] if tokens is None else [int(token) for token in tokens.reshape(-1)]
 
@@ -156,8 +181,11 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
     ]
     if (config.num_beams or 1) > 1:
         wanted.append(f"num_beams={config.num_beams}")
+    prepared = _PREPARED
+    if model.config.is_encoder_decoder:
+        prepared = prepared | {"encoder_outputs", "decoder_attention_mask"}
     wanted += [
-        name for name in model_kwargs if name not in _PREPARED and model_kwargs[name] is not None
+        name for name in model_kwargs if name not in prepared and model_kwargs[name] is not None
     ]
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:

@@ -138,7 +138,8 @@ class CachedModel:
     def __init__(
         self, model: Any, ends: Tensor, *, room: int = 0, compact_above: float = 0.25
     ) -> None:
-        self.model = model
+        # What keeps a state of each request, beside the cache, does so for one generation.
+        self.model = model.begin() if hasattr(model, "begin") else model
         self.ends = ends
         self.compact_above = compact_above
         self.calls = 0
@@ -312,6 +313,8 @@ class CachedModel:
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these rows of the batch, given on the device and on the host."""
         self.cache.batch_select_indices(rows)
+        if hasattr(self.model, "begin"):
+            self.model.select(rows)
         self.ends = self.ends[rows]
         self.lengths = [self.lengths[i] for i in indices]
         if self._mask is not None:
@@ -371,7 +374,8 @@ def _has_window(model: Any) -> bool:
         return False
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"generate: {type(model).__name__} is an encoder-decoder; causal models only"
+            f"generate: {type(model).__name__} is an encoder-decoder; wrap it and its inputs in "
+            "specdec_ext.decoding.encoder_decoder.encoded()"
         )
     layers: list[Any] = DynamicCache(config=config).layers
     for layer in layers:
