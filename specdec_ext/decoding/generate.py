@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec_ext import ops
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.drafters import Drafter, NoDrafter, Requests, last_tokens
+from specdec_ext.decoding.policies import FixedGamma, GammaPolicy
 from specdec_ext.decoding.stats import Clock, Statistics
 from specdec_ext.decoding.trees import GrownTree, StaticTree
 
@@ -101,7 +102,7 @@ def generate(
     *,
     attention_mask: Tensor | None = None,
     max_new_tokens: int | Sequence[int] = 128,
-    gamma: int = 5,
+    gamma: int | GammaPolicy = 5,
     temperature: float | Sequence[float] | Tensor = 0.0,
     top_k: int | Sequence[int] | Tensor | None = None,
     top_p: float | Sequence[float] | Tensor | None = None,
@@ -140,8 +141,9 @@ def generate(
         ``[B, P]``, zeros at padding. None: every token is part of its prompt.
     max_new_tokens : int or sequence of int
         Limit on new tokens, of all requests or of each. Never exceeded.
-    gamma : int
-        Draft tokens a round; of no account where ``tree`` is given.
+    gamma : int or GammaPolicy
+        Draft tokens a round, or what chooses them as it goes (see `specdec_ext.decoding.policies`);
+        of no account where ``tree`` is given.
     temperature, top_k, top_p, min_p : number, sequence or Tensor ``[B]``
         The sampling law, of all requests or of each, as in `specdec_ext.verify`; the draft samples
         under the same filters. Temperature 0 (the default) is greedy. The model's own
@@ -191,7 +193,7 @@ def generate(
     3.1
     """
     arguments.check_prompts(input_ids, attention_mask)
-    arguments.check_count("gamma", gamma)
+    policy = _policy(gamma)
     batch = input_ids.shape[0]
     limits = arguments.per_request("max_new_tokens", max_new_tokens, batch)
     for limit in limits:
@@ -216,18 +218,18 @@ def generate(
     stop = arguments.stop_tokens(target, eos_token_id)
     kind: type[_Generation] = _Generation
     if tree is None:
-        drafter, gamma = _drafter(draft), 0 if draft is None else gamma
+        drafter, policy = _drafter(draft), FixedGamma(0) if draft is None else policy
     else:
         from specdec_ext.decoding.tree_generation import TreeGeneration
 
-        kind, drafter, gamma = TreeGeneration, _tree_drafter(draft, tree), tree.depth
+        kind, drafter, policy = TreeGeneration, _tree_drafter(draft, tree), FixedGamma(tree.depth)
     generation = kind(
         target,
         drafter,
         input_ids,
         attention_mask,
         limits=limits,
-        gamma=gamma,
+        policy=policy,
         filters=filters,
         greedy=greedy,
         seeds=randomness,
@@ -271,7 +273,7 @@ class _Generation:
         attention_mask: Tensor | None,
         *,
         limits: list[int],
-        gamma: int,
+        policy: GammaPolicy,
         filters: dict[str, Any],
         greedy: bool,
         seeds: Tensor,
@@ -284,7 +286,7 @@ class _Generation:
         self.drafter = drafter
         self.prompts = input_ids
         self.attention_mask = attention_mask
-        self.gamma = gamma
+        self.policy = policy
         self.rule = "greedy" if greedy and rule in self.lossless else rule
         self.filters = {} if self.rule == "greedy" else filters
         self.seeds = seeds
@@ -296,7 +298,7 @@ class _Generation:
         self.limits = limits
         self.new: list[list[int]] = [[] for _ in limits]
         self.running = [b for b, limit in enumerate(limits) if limit > 0]
-        self.statistics = Statistics(gamma, new_tokens=[0] * len(limits))
+        self.statistics = Statistics(policy.limit, new_tokens=[0] * len(limits))
         self.clock = Clock(input_ids.device)
 
     def start(self) -> None:
@@ -311,7 +313,7 @@ class _Generation:
         lengths = [ids.shape[1]] * len(self.limits) if mask is None else mask.sum(1).tolist()
         self.positions = torch.tensor(lengths, device=device)  # [B], where the next token goes
         self.ends = self.positions + torch.tensor(self.limits, device=device)
-        room = ids.shape[1] + min(max(self.limits) + self.gamma, ROOM)
+        room = ids.shape[1] + min(max(self.limits) + self.policy.limit, ROOM)
         self.target = CachedModel(self.target_model, self.ends, room=room)
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self.drafter.start(
@@ -327,6 +329,7 @@ class _Generation:
                 coupled=self.rule == "coupled",
             )
         )
+        self.policy.start(len(self.limits))
         self.last = ids[:, -1:]  # [B, 1], each row's last token, which no cache holds
         if len(self.running) < len(self.limits):
             self._keep(self.running)
@@ -334,11 +337,13 @@ class _Generation:
 
     def step(self) -> list[Burst]:
         """One round: every running request gains between 1 and gamma + 1 tokens."""
-        remaining = [self.limits[b] - len(self.new[b]) for b in self.running]
-        gamma = min(self.gamma, max(remaining) - 1)  # the final token counts, too
+        lengths = self._lengths()
+        ragged = min(lengths) < max(lengths)
+        # Copied while the device is idle: later, the copy would wait for both models.
+        cut = torch.tensor(lengths, device=self.positions.device) if ragged else None
 
         self.clock.start("draft")
-        draft = self.drafter.propose(gamma, self.positions)
+        draft = self.drafter.propose(max(lengths), self.positions, self.policy.go_on)
         gamma = draft.tokens.shape[1]  # it may have had fewer to propose
 
         self.clock.start("target")
@@ -350,7 +355,7 @@ class _Generation:
             draft.tokens,
             draft.logits,
             draft_kinds=draft.kinds if self.needs_law else None,
-            draft_lengths=self._lengths(gamma, remaining),
+            draft_lengths=None if cut is None else cut.clamp(max=gamma),
             seeds=self.seeds,
             positions=self.positions,
             rule=self.rule,
@@ -369,19 +374,24 @@ class _Generation:
             1,
         ).tolist()  # the round's one host synchronisation
         self.statistics.rounds += 1
-        bursts = [
-            self._append(i, row, min(gamma, left - 1), verified.accept_probs)
-            for i, (row, left) in enumerate(zip(rows, remaining, strict=True))
+        drafted = [
+            _drafted(row[gamma + 1 : 2 * gamma + 1][:length])
+            for row, length in zip(rows, lengths, strict=True)
         ]
+        bursts = [
+            self._append(i, row, n, verified.accept_probs)
+            for i, (row, n) in enumerate(zip(rows, drafted, strict=True))
+        ]
+        self.policy.commit(drafted, [row[-2] for row in rows])
         self._raise_if_fatal([row[-1] for row in rows])
         self._commit(verified.tokens, [row[-2] for row in rows], verified.num_accepted, bursts)
         return bursts
 
-    def _lengths(self, gamma: int, remaining: list[int]) -> Tensor | None:
-        """Return how many draft tokens each request may take, where some may not take all."""
-        if min(remaining) > gamma:
-            return None
-        return (self.ends - self.positions - 1).clamp(max=gamma)
+    def _lengths(self) -> list[int]:
+        """Return how many draft tokens each request may take; the final token counts, too."""
+        remaining = (self.limits[b] - len(self.new[b]) for b in self.running)
+        allowed = zip(self.policy.lengths(), remaining, strict=True)
+        return [min(length, left - 1) for length, left in allowed]
 
     def _emitted(self, row: list[int], accepted: int, status: int) -> list[int]:
         """Return what a round emitted, up to a stop token; without a law, no final token."""
@@ -394,7 +404,6 @@ class _Generation:
         b, accepted, status = self.running[i], row[-2], row[-1]
         gamma = (len(row) - 3) // 2
         drafted = row[gamma + 1 : gamma + 1 + length]
-        length = next((n for n, token in enumerate(drafted) if token < 0), length)
         # The draft may have ended where its law failed: what stands there then replaces nothing.
         # Columns that verification did not test hold NaN (a second synchronisation, in this case).
         rejected = accepted < length and not (
@@ -442,6 +451,7 @@ class _Generation:
         rows = torch.tensor(indices, device=self.last.device)
         self.target.select(rows, indices)
         self.drafter.select(rows, indices)
+        self.policy.select(indices)
         self.last, self.positions, self.ends = (
             self.last[rows],
             self.positions[rows],
@@ -493,6 +503,20 @@ def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
             f"{type(draft).__name__}"
         )
     return TreeDrafter(draft, tree)
+
+
+def _drafted(tokens: list[int]) -> int:
+    """Count the tokens before the draft's end."""
+    return next((n for n, token in enumerate(tokens) if token < 0), len(tokens))
+
+
+def _policy(gamma: Any) -> GammaPolicy:
+    """Return the policy that ``gamma`` is, or the one that always says this number."""
+    if hasattr(gamma, "lengths") and hasattr(gamma, "commit"):
+        policy: GammaPolicy = gamma
+        return policy
+    arguments.check_count("gamma", gamma)
+    return FixedGamma(gamma)
 
 
 def _drafter(draft: Any | Drafter | None) -> Drafter:
