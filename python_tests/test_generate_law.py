@@ -34,14 +34,16 @@ def chi_square(counts: torch.Tensor, law: torch.Tensor) -> float:
     return torch.special.gammaincc(freedom, statistic / 2).item()
 
 
-def p_value(target: TableModel, draft, temperature: float = 1.0, **options) -> float:
-    """Generate `DRAWS` times `LENGTH` tokens and test their joint law."""
+def p_value(
+    target: TableModel, draft, temperature: float = 1.0, length: int = LENGTH, **options
+) -> float:
+    """Generate `DRAWS` times ``length`` tokens and test their joint law."""
     prompts = torch.tensor([PROMPT]).repeat(DRAWS, 1)
     sequences, _ = specdec_ext.generate(
         target,
         draft,
         prompts,
-        max_new_tokens=LENGTH,
+        max_new_tokens=length,
         temperature=temperature,
         seeds=torch.arange(DRAWS) * 7919,
         eos_token_id=(),
@@ -51,7 +53,7 @@ def p_value(target: TableModel, draft, temperature: float = 1.0, **options) -> f
     code = torch.zeros(DRAWS, dtype=torch.int64)
     for token in sequences[:, len(PROMPT) :].unbind(1):
         code = code * vocabulary + token
-    law = joint_law(target, PROMPT, LENGTH, temperature)
+    law = joint_law(target, PROMPT, length, temperature)
     return chi_square(torch.bincount(code, minlength=len(law)), law)
 
 

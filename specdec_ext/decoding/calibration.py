@@ -64,7 +64,8 @@ class RoundTimes:
 
     def observe(self, n: int, seconds: float) -> None:
         """Count a round of ``n`` draft tokens."""
-        if self._weight:
+        seconds = max(seconds, 1e-9)  # of a coarse clock
+        if self._weight > 5:
             plain, slope = self._line()
             seconds = min(seconds, self.OUTLIER * (plain + slope * n))
         old = (self._weight, self._n, self._nn, self._t, self._nt)

@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec_ext import ops
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.drafters import Drafter, Requests, last_tokens
+from specdec_ext.decoding.policies import GammaPolicy
 from specdec_ext.decoding.processors import Processor, process_chain
 from specdec_ext.decoding.stats import Clock, Statistics
 from specdec_ext.decoding.stopping import Stops
@@ -133,7 +134,7 @@ class ChainGeneration:
         attention_mask: Tensor | None,
         *,
         limits: list[int],
-        gamma: int,
+        policy: GammaPolicy,
         filters: dict[str, Any],
         greedy: bool,
         seeds: Tensor,
@@ -147,7 +148,7 @@ class ChainGeneration:
         self.drafter = drafter
         self.prompts = input_ids
         self.attention_mask = attention_mask
-        self.gamma = gamma
+        self.policy = policy
         self.rule = "greedy" if greedy and rule in self.lossless else rule
         self.filters = {} if self.rule == "greedy" else filters
         self.seeds = seeds
@@ -163,7 +164,7 @@ class ChainGeneration:
         self.ended: set[int] = set()  # requests that met a stop
         self.texts: list[list[int]] = [[] for _ in limits]  # the prompts, if someone asks for them
         self.width = getattr(getattr(target, "config", None), "vocab_size", None)
-        self.statistics = Statistics(gamma, new_tokens=[0] * len(limits))
+        self.statistics = Statistics(policy.limit, new_tokens=[0] * len(limits))
         self.clock = Clock(input_ids.device)
 
     def start(self) -> None:
@@ -180,7 +181,7 @@ class ChainGeneration:
         self.ends = self.positions + torch.tensor(self.limits, device=device)
         if self.processors or self.stops.criteria:
             self.texts = [row[-n:] for row, n in zip(ids.tolist(), lengths, strict=True)]
-        room = ids.shape[1] + min(max(self.limits) + self.gamma, ROOM)
+        room = ids.shape[1] + min(max(self.limits) + self.policy.limit, ROOM)
         self.target = CachedModel(self.target_model, self.ends, room=room)
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self.drafter.start(
@@ -197,6 +198,7 @@ class ChainGeneration:
                 process=self._process_draft if self.processors else None,
             )
         )
+        self.policy.start(len(self.limits))
         self.last = ids[:, -1:]  # [B, 1], each row's last token, which no cache holds
         if len(self.running) < len(self.limits):
             self._keep(self.running)
@@ -204,11 +206,13 @@ class ChainGeneration:
 
     def step(self) -> list[Burst]:
         """One round: every running request gains between 1 and gamma + 1 tokens."""
-        remaining = [self.limits[b] - len(self.new[b]) for b in self.running]
-        gamma = min(self.gamma, max(remaining) - 1)  # the final token counts, too
+        lengths = self._lengths()
+        ragged = min(lengths) < max(lengths)
+        # Copied while the device is idle: later, the copy would wait for both models.
+        cut = torch.tensor(lengths, device=self.positions.device) if ragged else None
 
         self.clock.start("draft")
-        draft = self.drafter.propose(gamma, self.positions)
+        draft = self.drafter.propose(max(lengths), self.positions, self.policy.go_on)
         gamma = draft.tokens.shape[1]  # it may have had fewer to propose
 
         self.clock.start("target")
@@ -222,7 +226,7 @@ class ChainGeneration:
             draft.tokens,
             draft.logits,
             draft_kinds=draft.kinds if self.needs_law else None,
-            draft_lengths=self._lengths(gamma, remaining),
+            draft_lengths=None if cut is None else cut.clamp(max=gamma),
             seeds=self.seeds,
             positions=self.positions,
             rule=self.rule,
@@ -242,19 +246,24 @@ class ChainGeneration:
             1,
         ).tolist()  # the round's one host synchronisation
         self.statistics.rounds += 1
-        bursts = [
-            self._append(i, row, min(gamma, left - 1), verified.accept_probs)
-            for i, (row, left) in enumerate(zip(rows, remaining, strict=True))
+        drafted = [
+            _drafted(row[gamma + 1 : 2 * gamma + 1][:length])
+            for row, length in zip(rows, lengths, strict=True)
         ]
+        bursts = [
+            self._append(i, row, n, verified.accept_probs)
+            for i, (row, n) in enumerate(zip(rows, drafted, strict=True))
+        ]
+        self.policy.commit(drafted, [row[-2] for row in rows])
         self._raise_if_fatal([row[-1] for row in rows])
         self._commit(verified.tokens, [row[-2] for row in rows], verified.num_accepted, bursts)
         return bursts
 
-    def _lengths(self, gamma: int, remaining: list[int]) -> Tensor | None:
-        """Return how many draft tokens each request may take, where some may not take all."""
-        if min(remaining) > gamma:
-            return None
-        return (self.ends - self.positions - 1).clamp(max=gamma)
+    def _lengths(self) -> list[int]:
+        """Return how many draft tokens each request may take; the final token counts, too."""
+        remaining = (self.limits[b] - len(self.new[b]) for b in self.running)
+        allowed = zip(self.policy.lengths(), remaining, strict=True)
+        return [min(length, left - 1) for length, left in allowed]
 
     def _prefixes(self) -> list[list[int]]:
         """Return the running requests' texts so far."""
@@ -285,7 +294,6 @@ class ChainGeneration:
         b, accepted, status = self.running[i], row[-2], row[-1]
         gamma = (len(row) - 4) // 3
         drafted = row[gamma + 1 : gamma + 1 + length]
-        length = next((n for n, token in enumerate(drafted) if token < 0), length)
         # The draft may have ended where its law failed: what stands there then replaces nothing.
         # Columns that verification did not test hold NaN (a second synchronisation, in this case).
         rejected = accepted < length and not (
@@ -339,6 +347,7 @@ class ChainGeneration:
         rows = torch.tensor(indices, device=self.last.device)
         self.target.select(rows, indices)
         self.drafter.select(rows, indices)
+        self.policy.select(indices)
         self.last, self.positions, self.ends = (
             self.last[rows],
             self.positions[rows],
@@ -378,3 +387,8 @@ class ChainGeneration:
                 device=self.prompts.device,
             ).reshape(len(self.new), width)
             return Generated(torch.cat([self.prompts, new], 1), self.statistics)
+
+
+def _drafted(tokens: list[int]) -> int:
+    """Count the tokens before the draft's end."""
+    return next((n for n, token in enumerate(tokens) if token < 0), len(tokens))

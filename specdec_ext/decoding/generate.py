@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
 from specdec_ext.decoding.drafters import Drafter, NoDrafter
+from specdec_ext.decoding.policies import FixedGamma, GammaPolicy
 from specdec_ext.decoding.processors import Processor, find_processors
 from specdec_ext.decoding.stopping import Criterion, find_stops
 from specdec_ext.decoding.trees import GrownTree, StaticTree
@@ -29,7 +30,7 @@ def generate(
     *,
     attention_mask: Tensor | None = None,
     max_new_tokens: int | Sequence[int] = 128,
-    gamma: int = 5,
+    gamma: int | GammaPolicy = 5,
     temperature: float | Sequence[float] | Tensor = 0.0,
     top_k: int | Sequence[int] | Tensor | None = None,
     top_p: float | Sequence[float] | Tensor | None = None,
@@ -75,8 +76,9 @@ def generate(
         ``[B, P]``, zeros at padding. None: every token is part of its prompt.
     max_new_tokens : int or sequence of int
         Limit on new tokens, of all requests or of each. Never exceeded.
-    gamma : int
-        Draft tokens a round; of no account where ``tree`` is given.
+    gamma : int or GammaPolicy
+        Draft tokens a round, or what chooses them as it goes (see `specdec_ext.decoding.policies`);
+        of no account where ``tree`` is given.
     temperature, top_k, top_p, min_p : number, sequence or Tensor ``[B]``
         The sampling law, of all requests or of each, as in `specdec_ext.verify`; the draft samples
         under the same filters. Temperature 0 (the default) is greedy. The model's own
@@ -231,7 +233,7 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
     """Check the arguments of `generate`, and bring them to one form."""
     target, draft, tree = given.target, given.draft, given.tree
     arguments.check_prompts(given.input_ids, given.attention_mask)
-    arguments.check_count("gamma", given.gamma)
+    policy = _policy(given.gamma)
     batch, device = given.input_ids.shape[0], given.input_ids.device
     limits = arguments.per_request("max_new_tokens", given.max_new_tokens, batch)
     for limit in limits:
@@ -254,11 +256,11 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
     stop = arguments.stop_tokens(target, given.eos_token_id)
     kind: type[ChainGeneration] = ChainGeneration
     if tree is None:
-        drafter, gamma = _drafter(draft), 0 if draft is None else given.gamma
+        drafter, policy = _drafter(draft), FixedGamma(0) if draft is None else policy
     else:
         from specdec_ext.decoding.tree_generation import TreeGeneration
 
-        kind, drafter, gamma = TreeGeneration, _tree_drafter(draft, tree), tree.depth
+        kind, drafter, policy = TreeGeneration, _tree_drafter(draft, tree), FixedGamma(tree.depth)
     options = ("lenience", "beta", "tau", "epsilon", "delta", "raw_logprobs")
     return kind(
         target,
@@ -266,7 +268,7 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
         given.input_ids,
         given.attention_mask,
         limits=limits,
-        gamma=gamma,
+        policy=policy,
         filters=filters,
         greedy=greedy,
         seeds=seeds,
@@ -295,6 +297,15 @@ def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
             f"{type(draft).__name__}"
         )
     return TreeDrafter(draft, tree)
+
+
+def _policy(gamma: Any) -> GammaPolicy:
+    """Return the policy that ``gamma`` is, or the one that always says this number."""
+    if hasattr(gamma, "lengths") and hasattr(gamma, "commit"):
+        policy: GammaPolicy = gamma
+        return policy
+    arguments.check_count("gamma", gamma)
+    return FixedGamma(gamma)
 
 
 def _drafter(draft: Any | Drafter | None) -> Drafter:

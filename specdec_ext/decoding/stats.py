@@ -86,7 +86,8 @@ class Statistics:
     Attributes
     ----------
     gamma : int
-        Draft tokens asked for in a round. Near a request's limit there are fewer.
+        Draft tokens asked for in a round, or the most that the policy may ask for. Near a request's
+        limit there are fewer.
     rounds : int
         Target calls, prefill excluded.
     request_calls : int
