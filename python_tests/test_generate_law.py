@@ -34,24 +34,31 @@ def chi_square(counts: torch.Tensor, law: torch.Tensor) -> float:
     return torch.special.gammaincc(freedom, statistic / 2).item()
 
 
-def p_value(target: TableModel, draft, temperature: float = 1.0, **options) -> float:
-    """Generate `DRAWS` times `LENGTH` tokens and test their joint law."""
-    prompts = torch.tensor([PROMPT]).repeat(DRAWS, 1)
+def p_value(
+    target: TableModel,
+    draft,
+    temperature: float = 1.0,
+    *,
+    prompt: list[int] = PROMPT,
+    draws: int = DRAWS,
+    **options,
+) -> float:
+    """Generate ``draws`` times `LENGTH` tokens and test their joint law."""
     sequences, _ = specdec_ext.generate(
         target,
         draft,
-        prompts,
+        torch.tensor([prompt]).repeat(draws, 1),
         max_new_tokens=LENGTH,
         temperature=temperature,
-        seeds=torch.arange(DRAWS) * 7919,
+        seeds=torch.arange(draws) * 7919,
         eos_token_id=(),
         **options,
     )
     vocabulary = target.config.vocab_size
-    code = torch.zeros(DRAWS, dtype=torch.int64)
-    for token in sequences[:, len(PROMPT) :].unbind(1):
+    code = torch.zeros(draws, dtype=torch.int64)
+    for token in sequences[:, len(prompt) :].unbind(1):
         code = code * vocabulary + token
-    law = joint_law(target, PROMPT, LENGTH, temperature)
+    law = joint_law(target, prompt, LENGTH, temperature)
     return chi_square(torch.bincount(code, minlength=len(law)), law)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.decoding import arguments
-from specdec_ext.decoding.drafters import Drafter, NoDrafter, Requests, last_tokens
+from specdec_ext.decoding.drafters import Drafter, Requests, as_drafter, last_tokens
 from specdec_ext.decoding.stats import Clock, Statistics
 from specdec_ext.decoding.trees import GrownTree, StaticTree
 
@@ -216,7 +216,7 @@ def generate(
     stop = arguments.stop_tokens(target, eos_token_id)
     kind: type[_Generation] = _Generation
     if tree is None:
-        drafter, gamma = _drafter(draft), 0 if draft is None else gamma
+        drafter, gamma = as_drafter(draft), 0 if draft is None else gamma
     else:
         from specdec_ext.decoding.tree_generation import TreeGeneration
 
@@ -493,14 +493,3 @@ def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
             f"{type(draft).__name__}"
         )
     return TreeDrafter(draft, tree)
-
-
-def _drafter(draft: Any | Drafter | None) -> Drafter:
-    """Return the drafter that ``draft`` is, or the one that drives the model that it is."""
-    if draft is None:
-        return NoDrafter()
-    if hasattr(draft, "propose") and hasattr(draft, "commit"):
-        return draft
-    from specdec_ext.decoding.drafters.model import ModelDrafter
-
-    return ModelDrafter(draft)
