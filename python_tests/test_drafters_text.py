@@ -340,10 +340,11 @@ def test_a_stacked_model_knows_all_that_was_emitted(batch, continued):
     target, _ = tables(8, scale=2.5)
     ids = torch.randint(0, 8, (batch, 6), generator=torch.Generator().manual_seed(batch))
     mask = (torch.arange(6) >= torch.arange(batch)[:, None] % 5).long()
+    limits = [200 // batch + b for b in range(batch)]
     drafter = WatchedStack(LookupDrafter(min_match=2), target, continued=continued)
     _, statistics = specdec_ext.generate(
-        target, drafter, ids, attention_mask=mask, max_new_tokens=[200 // batch + b for b in range(batch)],
-        gamma=4, temperature=1.0, seeds=11,
+        target, drafter, ids, attention_mask=mask, max_new_tokens=limits, gamma=4, seeds=11,
+        temperature=1.0,
     )  # fmt: skip
     assert drafter.drawn > 20 and statistics.rejected > 10
 

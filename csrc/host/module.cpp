@@ -34,7 +34,7 @@ PYBIND11_MODULE(_host, m) {
   py::class_<RepeatFinder>(m, "RepeatFinder",
                            "The longest suffix of a growing text that occurred in it before.")
       .def(py::init<int64_t>(), py::arg("max_match"))
-      .def("append", py::overload_cast<Tokens>(&RepeatFinder::append), py::arg("tokens"))
+      .def("append", &RepeatFinder::append, py::arg("tokens"))
       .def("continuation", &RepeatFinder::continuation, py::arg("count"), py::arg("min_match"),
            "Up to count tokens that came after the match's latest occurrence, if the match has "
            "min_match tokens.")

@@ -31,7 +31,7 @@ class RepeatFinder {
   }
 
   void append(const std::vector<int64_t>& tokens) {
-    for (const int64_t token : tokens) append(token);
+    for (const int64_t token : tokens) append_one(token);
   }
 
   // The match, and the index of the last token of its latest earlier occurrence (-1: no match).
@@ -53,7 +53,7 @@ class RepeatFinder {
   }
 
  private:
-  void append(int64_t token) {
+  void append_one(int64_t token) {
     const SuffixAutomaton::Match longer = automaton_.follow(match_, token);
     automaton_.append(token);
     text_.push_back(token);

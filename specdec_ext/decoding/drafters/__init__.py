@@ -149,6 +149,7 @@ class Drafter(Protocol):
     """Proposes draft tokens and hears what became of them.
 
     A round is one `propose` and one `commit`. `select` comes between the two, when requests end.
+    One that can stand in a `StackedDrafter` also has ``hear`` (`stacked.StackableDrafter`).
     """
 
     @property
