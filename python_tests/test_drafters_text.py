@@ -389,12 +389,19 @@ def test_who_samples_asks_go_on_for_its_own_requests():
     proposed = drafter.propose(4, positions, go_on)
     assert (proposed.tokens >= 0).sum(1).tolist() == [4, 4, 2]
     assert [row[0] for row in asked] == [-1] * 3
-    # Behind others' tokens it is asked, too, but those tokens stand.
-    first = AggressiveDrafter([[1, 2], [], []])
-    drafter = StackedDrafter(first, draft, continued=True)
-    positions = start(drafter, [[1, 2], [3, 0], [0, 0]], needs_law=True)
-    proposed = drafter.propose(4, positions, lambda tokens, logits: torch.zeros(3).bool())
-    assert (proposed.tokens >= 0).sum(1).tolist() == [2, 1, 1]
+
+
+def test_go_on_behind_others_tokens():
+    """A no behind a token that another put next to one more is no end; behind the last, it is."""
+    _, draft = tables(4)
+    for answers, lengths in (([False] * 3, [2, 1, 1]), ([False, True, True], [4, 1, 1])):
+        drafter = StackedDrafter(AggressiveDrafter([[1, 2], [], []]), draft, continued=True)
+        positions = start(drafter, [[1, 2], [3, 0], [0, 0]], needs_law=True)
+        given = iter(answers)
+        proposed = drafter.propose(
+            4, positions, lambda *_, given=given: torch.full((3,), next(given))
+        )
+        assert (proposed.tokens >= 0).sum(1).tolist() == lengths
 
 
 def test_vocabularies_of_a_stack_may_differ():
