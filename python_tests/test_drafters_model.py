@@ -13,7 +13,7 @@ from torch import nn
 
 import specdec_ext
 from specdec_ext import ops
-from specdec_ext.decoding import Draft
+from specdec_ext.decoding import Draft, LookupDrafter, StackedDrafter
 from specdec_ext.decoding.drafters.early_exit import EarlyExitDrafter, first_layers
 from specdec_ext.decoding.drafters.hierarchy import HierarchicalDrafter
 from specdec_ext.decoding.drafters.model import ModelDrafter
@@ -472,3 +472,17 @@ def test_the_medium_models_draft_law_is_that_of_a_forward_without_cache(monkeypa
         top_k=20, eos_token_id=(), seeds=1, on_round=follow,
     )  # fmt: skip
     assert compared > 80
+
+
+def test_a_hierarchy_is_no_part_of_a_stack():
+    _, medium = tables(3)
+    small = tables(3, seed=3)[1]
+    with pytest.raises(TypeError, match=r"HierarchicalDrafter has no hear\(\)"):
+        StackedDrafter(LookupDrafter(), HierarchicalDrafter(medium, small))
+
+
+def test_a_stack_drafts_for_a_hierarchy():
+    target, medium = tables(3)
+    small = tables(3, seed=3)[1]
+    drafter = HierarchicalDrafter(medium, StackedDrafter(LookupDrafter(), small))
+    assert p_value(target, drafter, gamma=3, length=4) > ALPHA

@@ -35,14 +35,20 @@ def chi_square(counts: torch.Tensor, law: torch.Tensor) -> float:
 
 
 def p_value(
-    target: TableModel, draft, temperature: float = 1.0, *, length=LENGTH, draws=DRAWS, **options
+    target: TableModel,
+    draft,
+    temperature: float = 1.0,
+    *,
+    prompt: list[int] = PROMPT,
+    length: int = LENGTH,
+    draws: int = DRAWS,
+    **options,
 ) -> float:
     """Generate ``draws`` times ``length`` tokens and test their joint law."""
-    prompts = torch.tensor([PROMPT]).repeat(draws, 1)
     sequences, _ = specdec_ext.generate(
         target,
         draft,
-        prompts,
+        torch.tensor([prompt]).repeat(draws, 1),
         max_new_tokens=length,
         temperature=temperature,
         seeds=torch.arange(draws) * 7919,
@@ -51,9 +57,9 @@ def p_value(
     )
     vocabulary = target.config.vocab_size
     code = torch.zeros(draws, dtype=torch.int64)
-    for token in sequences[:, len(PROMPT) :].unbind(1):
+    for token in sequences[:, len(prompt) :].unbind(1):
         code = code * vocabulary + token
-    law = joint_law(target, PROMPT, length, temperature)
+    law = joint_law(target, prompt, length, temperature)
     return chi_square(torch.bincount(code, minlength=len(law)), law)
 
 

@@ -1,5 +1,5 @@
-// Drives the CPU kernels through their parameter structs, without torch, for a build with
-// AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`).
+// Drives the CPU kernels through their parameter structs, without torch, and the host's text
+// search, for a build with AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`).
 //
 // Every array is a heap allocation of exactly the bytes that its strides reach, so that one element
 // too far is a finding. Shapes, dtypes, strides, filters, rules, masks, maps and values (NaN, +inf,
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../cpu/kernels.h"
+#include "../host/text_search.h"
 
 namespace specdec {
 namespace {
@@ -485,6 +486,44 @@ void run_variant(const char* name, const Kernels& kernels, uint64_t cases) {
   std::printf("%s: %llu cases, nothing found\n", name, static_cast<unsigned long long>(cases));
 }
 
+// Whether text[end - length + 1 .. end] is the suffix of `whole` of that length.
+bool is_suffix(const std::vector<int64_t>& text, int64_t end, int64_t length,
+               const std::vector<int64_t>& whole) {
+  if (end < length - 1 || end >= static_cast<int64_t>(text.size())) return false;
+  return std::equal(whole.end() - length, whole.end(), text.begin() + (end - length + 1));
+}
+
+void run_text_search(uint64_t cases) {
+  for (uint64_t k = 0; k < cases; ++k) {
+    Case c(k * 977 + 1);
+    const auto any_token = [&] {
+      return c.wild ? c.random.pick<int64_t>({INT64_MIN, -1, 0, INT64_MAX}) : c.random.below(3);
+    };
+    RepeatFinder finder(1 + c.random.below(8));
+    std::vector<int64_t> text, output;
+    for (int64_t n = c.random.below(60); n > 0; --n) {
+      text.push_back(any_token());
+      finder.append({text.back()});
+      const int64_t length = finder.match_length(), end = finder.match_end();
+      require(length == 0 || (end < finder.size() - 1 && is_suffix(text, end, length, text)),
+              "RepeatFinder: no repeat");
+      const size_t count = static_cast<size_t>(c.random.below(80));
+      const bool copies = length >= 2;
+      require(finder.continuation(static_cast<int64_t>(count), 2).size() == (copies ? count : 0),
+              "RepeatFinder: a copy of the wrong size");
+    }
+    InputMatcher matcher(text);
+    for (int64_t n = c.random.below(60); n > 0; --n) {
+      output.push_back(any_token());
+      matcher.append({output.back()});
+      const int64_t end = matcher.unique_end();
+      require(end == -1 || is_suffix(text, end, matcher.match_length(), output),
+              "InputMatcher: no match");
+    }
+  }
+  std::printf("text search: %llu cases, nothing found\n", static_cast<unsigned long long>(cases));
+}
+
 // What a sanitizer must find, or nothing that it did not find means anything.
 int break_on_purpose(const char* how) {
   Arena arena;
@@ -519,5 +558,6 @@ int main(int argc, char** argv) {
   }
 #endif
   run_variant("baseline", baseline::kKernels, cases);
+  run_text_search(cases);
   return 0;
 }

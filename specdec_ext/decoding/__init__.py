@@ -2,6 +2,13 @@
 
 from specdec_ext.decoding.chain_generation import Burst, Generated, GenerationError
 from specdec_ext.decoding.drafters import Draft, Drafter, NoDrafter, Requests
+from specdec_ext.decoding.drafters.aggressive import AggressiveDrafter
+from specdec_ext.decoding.drafters.early_exit import EarlyExitDrafter
+from specdec_ext.decoding.drafters.hierarchy import HierarchicalDrafter
+from specdec_ext.decoding.drafters.lookup import LookupDrafter
+from specdec_ext.decoding.drafters.ngram import NgramDrafter
+from specdec_ext.decoding.drafters.stacked import StackedDrafter
+from specdec_ext.decoding.drafters.uniform import UniformDrafter
 from specdec_ext.decoding.generate import generate, stream
 from specdec_ext.decoding.policies import (
     ConfidenceStop,
@@ -16,10 +23,12 @@ from specdec_ext.decoding.stats import Statistics
 from specdec_ext.decoding.trees import GrownTree, StaticTree, sequoia_tree
 
 __all__ = [
+    "AggressiveDrafter",
     "Burst",
     "ConfidenceStop",
     "Draft",
     "Drafter",
+    "EarlyExitDrafter",
     "EntropyBound",
     "FixedGamma",
     "GammaPolicy",
@@ -28,11 +37,16 @@ __all__ = [
     "GradientAscent",
     "GrownTree",
     "HeuristicGamma",
+    "HierarchicalDrafter",
+    "LookupDrafter",
+    "NgramDrafter",
     "NoDrafter",
     "RenewalRule",
     "Requests",
+    "StackedDrafter",
     "StaticTree",
     "Statistics",
+    "UniformDrafter",
     "generate",
     "sequoia_tree",
     "stream",

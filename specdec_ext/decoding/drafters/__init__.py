@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from specdec_ext import ops
+
 __all__ = [
     "Draft",
     "Drafter",
@@ -17,6 +19,7 @@ __all__ = [
     "Requests",
     "RevisableDrafter",
     "as_drafter",
+    "begun_or",
     "last_tokens",
 ]
 
@@ -77,6 +80,46 @@ class Requests:
         """The domain of `specdec_ext.sample` that draft tokens are drawn in."""
         return 3 if self.coupled else 2
 
+    def texts(self) -> list[list[int]]:
+        """Return the prompts on the host, without their padding."""
+        rows: list[list[int]] = self.input_ids.tolist()
+        if self.attention_mask is None:
+            return rows
+        masks: list[list[int]] = self.attention_mask.tolist()
+        return [
+            [token for token, real in zip(row, mask, strict=True) if real]
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+
+    def draw(self, logits: Tensor, positions: Tensor, index: int) -> Tensor:
+        """Draw draft token ``index`` (0-based) of each request from its row, under the filters.
+
+        Parameters
+        ----------
+        logits : Tensor
+            ``[B, Vd]``.
+        positions : Tensor
+            ``[B]``, where the round's first draft token goes.
+        index : int
+            Which draft token of the round.
+
+        Returns
+        -------
+        Tensor
+            ``[B]`` int64; -1 where a row has no law.
+        """
+        if self.greedy:
+            return logits.argmax(-1)
+        return ops.sample(
+            logits,
+            seeds=self.seeds,
+            positions=positions,
+            draft_index=index,
+            domain=self.domain,
+            stream=self.stream,
+            **self.filters,
+        ).tokens
+
     def select(self, rows: Tensor) -> Requests:
         """Keep only these requests."""
         return replace(
@@ -112,6 +155,7 @@ class Drafter(Protocol):
     """Proposes draft tokens and hears what became of them.
 
     A round is one `propose` and one `commit`. `select` comes between the two, when requests end.
+    One that can stand in a `StackedDrafter` also has ``hear`` (`stacked.StackableDrafter`).
     """
 
     @property
@@ -219,3 +263,10 @@ def last_tokens(history: Tensor, last: Sequence[int], last_tensor: Tensor, width
         return history[:, last[0] + 1 - width : last[0] + 1]
     columns = torch.arange(1 - width, 1, device=history.device)
     return history.gather(1, last_tensor.long()[:, None] + columns)
+
+
+def begun_or(drawn: Tensor, begun: Tensor | None, i: int) -> Tensor:
+    """Return ``drawn`` ``[B]``, but column ``i`` of ``begun`` ``[B, F]`` where it holds a token."""
+    if begun is None or i >= begun.shape[1]:
+        return drawn
+    return torch.where(begun[:, i] >= 0, begun[:, i], drawn)

@@ -123,6 +123,7 @@ class HierarchicalDrafter(ModelDrafter):
             requests,
             needs_law=not (requests.greedy or requests.coupled),
             stream=requests.stream if requests.coupled else requests.stream + 1,
+            process=None,  # it knows the target's text, not how far this level is
         )
         self.draft.start(self._level)
         ids, mask = requests.input_ids, requests.attention_mask
@@ -130,7 +131,11 @@ class HierarchicalDrafter(ModelDrafter):
         self._ends = requests.ends.tolist()
         self._found = _Proposals([0] * len(self._ends), ids.device)
 
-    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
+    hear = None  # type: ignore[assignment]  # its levels cannot be told: no part of a stack
+
+    def propose(  # type: ignore[override]  # it cannot go on behind others' tokens either
+        self, gamma: int, positions: Tensor, go_on: GoOn | None = None
+    ) -> Draft:
         """Propose up to ``gamma`` tokens, each drawn from the medium model's law."""
         gamma = min(gamma, MOST_ROUNDS)
         wanted = [min(gamma, room) for room in self._room()]

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
 from specdec_ext.decoding.cache import CachedModel
-from specdec_ext.decoding.drafters import Draft, GoOn, Requests, last_tokens
+from specdec_ext.decoding.drafters import Draft, GoOn, Requests, begun_or, last_tokens
 
 __all__ = ["ModelDrafter"]
+
+
+class _Heard(NamedTuple):
+    tokens: Tensor  # [B, n]
+    gained: list[int]  # how many of them, of each row
+    num_gained: Tensor  # [B]
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> _Heard:
+        return _Heard(self.tokens[rows], [self.gained[i] for i in indices], self.num_gained[rows])
 
 
 class ModelDrafter:
@@ -21,7 +29,8 @@ class ModelDrafter:
     The last draft token of a round is never run here: nothing would read its logits. So after full
     acceptance the model lacks two tokens, else one, and the next round's first call takes in
     whichever is missing; no call is spent on it alone. In a batch in which some row lacks two, the
-    others run their last cached token again, and no hole is made.
+    others run their last cached token again, and no hole is made. In a `StackedDrafter` it may lack
+    more, and takes that in when it is asked again.
 
     Parameters
     ----------
@@ -34,6 +43,7 @@ class ModelDrafter:
         self._cached: CachedModel | None = None
         self._requests: Requests
         self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
+        self._heard: list[_Heard] = []  # what comes behind them, by others
 
     @property
     def calls(self) -> int:
@@ -47,46 +57,64 @@ class ModelDrafter:
         self._cached = CachedModel(self.model, requests.ends, room=requests.room)
         self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self._missing = ids[:, -1:]
+        self._heard = []
 
-    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
-        """Sample up to ``gamma`` tokens, each from the law after the ones before it."""
+    def propose(
+        self,
+        gamma: int,
+        positions: Tensor,
+        go_on: GoOn | None = None,
+        begun: Tensor | None = None,
+    ) -> Draft:
+        """Sample up to ``gamma`` tokens, each from the law after the ones before it.
+
+        Parameters
+        ----------
+        gamma : int
+            How many, those of ``begun`` included.
+        positions : Tensor
+            ``[B]``, where the first goes.
+        go_on : callable, optional
+            As in `Drafter`; where ``begun`` goes on, so does the draft.
+        begun : Tensor, optional
+            ``[B, F]`` int64, tokens that another drafter put at the head, -1 behind them; fewer
+            than ``gamma`` in some row. What all rows have is run in one call.
+        """
         assert self._cached is not None, "start() comes first"
+        self._take_in()
+        shared = 0 if begun is None else int((begun >= 0).all(0).sum())
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         feed = self._missing
+        if begun is not None:
+            tokens.append(begun[:, :shared])
+            feed = torch.cat([feed, tokens[0]], 1)
         going: Tensor | None = None  # [B], requests that propose more; None: all
-        for i in range(gamma):
+        for i in range(shared, gamma):
             logits = self._cached.forward(feed, last_only=True)
             if self._requests.process is not None:
                 logits = self._requests.process(
                     logits, torch.cat([self._missing[:, :0], *tokens], 1)
                 )
-            feed = self._draw(logits[:, 0], positions, i)
+            feed = begun_or(self._draw(logits[:, 0], positions, i)[:, 0], begun, i)[:, None]
             tokens.append(feed if going is None else torch.where(going[:, None], feed, -1))
             laws.append(logits)
             if go_on is None or i == gamma - 1:
                 continue
             wanted = go_on(tokens[-1][:, 0], logits[:, 0])
             going = wanted if going is None else going & wanted
+            if begun is not None and i + 1 < begun.shape[1]:
+                going |= begun[:, i + 1] >= 0
             if not going.any():
                 break
         if not tokens:
             return Draft(self._missing[:, :0])
+        laws = laws[:1] * shared + laws  # of put tokens no law is read
         return Draft(torch.cat(tokens, 1), torch.cat(laws, 1) if self._requests.needs_law else None)
 
     def _draw(self, logits: Tensor, positions: Tensor, i: int) -> Tensor:
         """Draw draft token ``i`` (0-based) of each row, ``[B, 1]``; -1 where a row has no law."""
-        if self._requests.greedy:
-            return logits.argmax(-1, keepdim=True)
-        return ops.sample(
-            logits,
-            seeds=self._requests.seeds,
-            positions=positions,
-            draft_index=i,
-            domain=self._requests.domain,
-            stream=self._requests.stream,
-            **self._requests.filters,
-        ).tokens[:, None]
+        return self._requests.draw(logits, positions, i)[:, None]
 
     def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
         """Roll back what was rejected and note which tokens the cache lacks."""
@@ -126,9 +154,51 @@ class ModelDrafter:
         )
         return lacks_still + 1
 
+    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+        """Note tokens that others' rounds added; the next round takes them in.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, n]``: ``gained[b]`` tokens, then anything.
+        gained : sequence of int
+            One number a request.
+        num_gained : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+        self._heard.append(_Heard(tokens, list(gained), num_gained))
+
+    def _take_in(self) -> None:
+        """Make what was heard part of what the cache lacks.
+
+        Where rows gained different numbers of tokens, one call runs all of them but the last one.
+        """
+        if not self._heard:
+            return
+        assert self._cached is not None
+        known = self._missing.shape[1]
+        counts = [
+            known + sum(n) for n in zip(*(heard.gained for heard in self._heard), strict=True)
+        ]
+        lengths = known + torch.stack([heard.num_gained for heard in self._heard]).sum(0)
+        real = [torch.ones_like(self._missing, dtype=torch.bool)]
+        for heard in self._heard:
+            columns = torch.arange(heard.tokens.shape[1], device=lengths.device)
+            real.append(columns < heard.num_gained[:, None])
+        text = torch.cat([self._missing, *(heard.tokens for heard in self._heard)], 1)
+        real_first = torch.cat(real, 1).sort(dim=1, descending=True, stable=True).indices
+        text = text.gather(1, real_first)[:, : max(counts)]
+        self._missing, self._heard = text, []
+        if min(counts) == max(counts):
+            return
+        self._cached.forward(text[:, :-1], last_only=True)
+        self._cached.rollback([max(counts) - n for n in counts], max(counts) - lengths)
+        self._missing = last_tokens(text, [n - 1 for n in counts], lengths - 1, 1)
+
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         assert self._cached is not None, "start() comes first"
         self._requests = self._requests.select(rows)
         self._cached.select(rows, indices)
         self._missing = self._missing[rows]
+        self._heard = [heard.select(rows, indices) for heard in self._heard]

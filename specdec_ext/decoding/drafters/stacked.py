@@ -1,0 +1,204 @@
+"""Several drafters, one above the other: who has something to propose drafts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec_ext.decoding.drafters import Draft, Drafter, GoOn, Requests, as_drafter
+
+__all__ = ["StackableDrafter", "StackedDrafter"]
+
+
+class StackableDrafter(Drafter, Protocol):
+    """A drafter that can be told of rounds in which others drafted."""
+
+    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+        """Hear tokens that it did not propose; maybe without a `propose` before, maybe often.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, n]``: ``gained[b]`` tokens, then anything.
+        gained : sequence of int
+            One number a request, 0 among them.
+        num_gained : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+
+
+class _Share(NamedTuple):
+    """What one drafter proposed in a round."""
+
+    draft: Draft
+    used: list[int]  # of its tokens, from the first, in each request's draft
+    num_used: Tensor  # [B]
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> _Share:
+        draft = Draft(self.draft.tokens[rows])
+        return _Share(draft, [self.used[i] for i in indices], self.num_used[rows])
+
+
+class StackedDrafter:
+    """The first drafter that proposes something for a request drafts for it.
+
+    A drafter is asked only while some request has no draft yet: a small model under a lookup costs
+    nothing in rounds in which the lookup serves every request. All of them hear every token that is
+    emitted. One draft may hold tokens that were put and tokens that were drawn, each verified as
+    what it is (``Draft.kinds``); which drafter a request gets depends on whether there is a
+    proposal, never on a drawn token, so what is emitted is distributed as the target's own under
+    every lossless rule. The host waits for the device once for every drafter that is asked.
+
+    Parameters
+    ----------
+    *drafters : torch.nn.Module or Drafter
+        The first one first; a model stands for the `ModelDrafter` that drives it.
+    continued : bool
+        Whether the last one goes on where the others' tokens end, up to gamma, for every request:
+        it runs over their tokens as if it had drawn them. It must be a model or a `NgramDrafter`.
+
+    Raises
+    ------
+    TypeError
+        A drafter that cannot hear of others' rounds or, if ``continued``, go on behind others'
+        tokens.
+    ValueError
+        No drafter.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from specdec_ext.decoding import LookupDrafter, NgramDrafter, Requests, StackedDrafter
+    >>> drafter = StackedDrafter(LookupDrafter(), NgramDrafter(10))
+    >>> ids, ends = torch.tensor([[1, 2, 3, 1, 2], [1, 2, 3, 4, 5]]), torch.tensor([20, 20])
+    >>> seeds = torch.tensor([0, 1])
+    >>> drafter.start(Requests(ids, None, ends, 0, seeds, {}, greedy=False, needs_law=True))
+    >>> drafter.propose(3, positions=torch.tensor([5, 5])).kinds
+    tensor([[0, 0, 0],
+            [1, 1, 1]], dtype=torch.int8)
+    """
+
+    def __init__(self, *drafters: Any, continued: bool = False) -> None:
+        if not drafters:
+            raise ValueError("StackedDrafter: give at least one drafter")
+        self.drafters: list[Any] = [as_drafter(drafter) for drafter in drafters]
+        for drafter in self.drafters:
+            if not callable(getattr(drafter, "hear", None)):
+                raise TypeError(
+                    f"StackedDrafter: {type(drafter).__name__} has no hear(), which tells it of "
+                    "rounds in which others drafted"
+                )
+        last = self.drafters[-1]
+        if continued and "begun" not in inspect.signature(last.propose).parameters:
+            raise TypeError(
+                f"StackedDrafter: {type(last).__name__} cannot go on behind others' tokens: its "
+                "propose() takes no begun"
+            )
+        self.continued = continued
+        self._shares: dict[int, _Share] = {}  # of the drafters that were asked in this round
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, of all drafters, prefill excluded."""
+        return sum(drafter.calls for drafter in self.drafters)
+
+    def start(self, requests: Requests) -> None:
+        """Take the prompts."""
+        self._shares = {}
+        for drafter in self.drafters:
+            drafter.start(requests)
+
+    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
+        """Propose up to ``gamma`` tokens a request; who samples asks ``go_on``."""
+        self._shares = {}
+        without = torch.ones_like(positions, dtype=torch.bool)
+        ahead = len(self.drafters) - self.continued
+        for k, drafter in enumerate(self.drafters[:ahead]):
+            draft = drafter.propose(gamma, positions, _only(without, go_on))
+            proposed = (draft.tokens >= 0).long().cumprod(1).sum(1)
+            num_used = torch.where(without, proposed, 0)
+            self._shares[k] = _Share(draft, num_used.tolist(), num_used)
+            without = without & (proposed == 0)
+            if self._served() == positions.shape[0]:
+                break
+        merged = self._merged(positions)
+        if self.continued and not _is_full(merged.tokens, gamma):
+            draft = self.drafters[-1].propose(gamma, positions, go_on, begun=merged.tokens)
+            width = draft.tokens.shape[1]
+            every = torch.full_like(positions, width)
+            self._shares[ahead] = _Share(draft, [width] * positions.shape[0], every)
+            merged = self._merged(positions)
+        return merged
+
+    def _served(self) -> int:
+        """How many requests have a draft."""
+        return sum(map(any, zip(*(share.used for share in self._shares.values()), strict=True)))
+
+    def _merged(self, positions: Tensor) -> Draft:
+        """Return one draft: at each place the token of the first drafter that has one there."""
+        batch = positions.shape[0]
+        shares = self._shares.values()
+        width = max((share.draft.tokens.shape[1] for share in shares), default=0)
+        sizes = [share.draft.logits.shape[2] for share in shares if share.draft.logits is not None]
+        tokens = positions.new_full((batch, width), -1)
+        kinds = torch.zeros_like(tokens, dtype=torch.int8)
+        logits = torch.zeros(batch, width, max(sizes, default=0), device=positions.device)
+        for draft, _, num_used in shares:
+            columns = slice(draft.tokens.shape[1])
+            places = torch.arange(draft.tokens.shape[1], device=positions.device)
+            here = (places < num_used[:, None]) & (tokens[:, columns] < 0)
+            tokens[:, columns] = torch.where(here, draft.tokens, tokens[:, columns])
+            if draft.logits is None:
+                continue
+            own = torch.ones_like(draft.tokens) if draft.kinds is None else draft.kinds
+            kinds[:, columns] = torch.where(here, own.to(kinds), kinds[:, columns])
+            part = logits[:, columns, : draft.logits.shape[2]]
+            part.copy_(torch.where(here[..., None], draft.logits.float(), part))
+            logits[:, columns, draft.logits.shape[2] :].masked_fill_(here[..., None], -torch.inf)
+        return Draft(tokens, logits, kinds) if sizes else Draft(tokens)
+
+    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+        """Tell each drafter how far its own tokens went, and what came behind them."""
+        for k, drafter in enumerate(self.drafters):
+            if k not in self._shares:
+                drafter.hear(tokens, [n + 1 for n in accepted], num_accepted + 1)
+                continue
+            draft, used, num_used = self._shares[k]
+            own = [min(n, m) for n, m in zip(accepted, used, strict=True)]
+            num_own = torch.minimum(num_accepted.long(), num_used)
+            width = draft.tokens.shape[1] + 1
+            missing = max(width - tokens.shape[1], 0)
+            wide = torch.nn.functional.pad(tokens, (0, missing), value=-1)
+            drafter.commit(wide[:, :width], own, num_own)
+            more = [n - m for n, m in zip(accepted, own, strict=True)]
+            if any(more):
+                columns = torch.arange(1, tokens.shape[1], device=tokens.device)
+                index = (num_own[:, None] + columns).clamp(max=tokens.shape[1] - 1)
+                drafter.hear(tokens.gather(1, index), more, num_accepted - num_own)
+        self._shares = {}
+
+    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+        """Pass on what other drafters' rounds added."""
+        for drafter in self.drafters:
+            drafter.hear(tokens, gained, num_gained)
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        self._shares = {k: share.select(rows, indices) for k, share in self._shares.items()}
+        for drafter in self.drafters:
+            drafter.select(rows, indices)
+
+
+def _only(rows: Tensor, go_on: GoOn | None) -> GoOn | None:
+    """Ask ``go_on`` for these requests alone; the others stop."""
+    if go_on is None:
+        return None
+    return lambda tokens, logits: go_on(torch.where(rows, tokens, -1), logits) & rows
+
+
+def _is_full(tokens: Tensor, gamma: int) -> bool:
+    return tokens.shape[1] == gamma and bool((tokens >= 0).all())
