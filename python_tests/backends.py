@@ -161,7 +161,7 @@ ONE_WARP = {
 FOUR_WARPS = dict.fromkeys(
     (
         *("test_parity", "test_filters", "test_status", "test_tables", "test_thresholds"),
-        *("test_coupled", "test_masks", "test_draft_vocabulary"),
+        *("test_coupled", "test_masks", "test_draft_vocabulary", "test_tree"),
         *("test_tree_mask", "test_compact_kv"),
     ),
     1,
@@ -199,7 +199,7 @@ TRITON = Backend(
 OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
 BACKENDS = [REFERENCE, *OPERATORS]
 #: Those that have verify_tree.
-TREE_OPERATORS = [CPU]
+TREE_OPERATORS = [CPU, FIBRES32, FIBRES128]
 
 
 def patch_once_a_launch(interpreter: Any) -> None:

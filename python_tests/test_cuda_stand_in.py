@@ -213,7 +213,7 @@ def test_mistakes_are_errors_that_name_the_kernel(threads):
 # --------------------------------------------------------------------------------------------------
 
 OPERATORS = (
-    *("row_law", "sample", "verify", "acceptance", "uniforms"),
+    *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
     *("tree_mask", "compact_kv"),
 )
 STEPWISE = ("token", "greedy", "lenient", "top_beta", "typical", "coupled")
