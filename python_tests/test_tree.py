@@ -312,13 +312,26 @@ def test_nothing_left_to_draw_from(tree_backend):
     left_out(tree_backend, case, 1, 4)
 
 
-def test_without_replacement_beside_put_there(tree_backend):
+@pytest.mark.parametrize("given", ["logits", "probs", "reduced", "masked"])
+def test_without_replacement_beside_put_there(tree_backend, given):
     # What is taken before the third drawn child is q of the drawn ones, and nearly all: .95.
     q = [0.6, 0.35, 0.04, 0.01]
     p = [0.1, 0.2, 0.3, 0.4]
+    ids = [2, 0, 3, 1]
+    if given == "reduced":
+        q = [q[x] for x in ids]
+    if given == "masked":  # the last token is hidden
+        p, q = [*p, 5.0], [*q, 9.0]
     case = one_tree(
         [-1, 0, 0, 0, 0], [-1, 0, 2, 1, 3], [0, 2, 0, 2, 2], p=p, q=q, uniforms=quiet(5)
     )
+    if given == "probs":
+        draft = case.inputs["draft_logits"].exp() * 1.25
+        case = case.replace(draft_logits=None, draft_probs=draft)
+    if given == "reduced":
+        case = case.replace(draft_token_ids=torch.tensor(ids))
+    if given == "masked":
+        case = case.replace(allowed_mask=torch.full((1, 5, 1), 0b01111, dtype=torch.int32))
     probs = tree_backend.run_tree(case).accept_probs[0]
     # Left after 0: [p - q]+ = (0, 0, .26, .39); token 2 put there: .4; left .39 / .65 = .6, all on
     # token 3; drawn from (0, .875, .1, .025): none at 1; left [1 - .025]; from .05: .2.
