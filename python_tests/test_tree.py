@@ -17,6 +17,7 @@ from specdec_ext.testing import make_case
 from specdec_ext.testing_trees import (
     TreeCase,
     assert_trees_match,
+    chain_as_tree,
     explain_tree_outcome,
     make_tree_case,
 )
@@ -436,26 +437,6 @@ def test_temperature_zero(tree_backend, rule):
         assert set(out.accept_probs.nan_to_num(1.0).flatten().tolist()) <= {0.0, 1.0}
 
 
-def as_trees(case):
-    """The chains of a case as trees."""
-    inputs = dict(case.inputs)
-    drafted = inputs.pop("draft_tokens")
-    batch, gamma = drafted.shape
-    lengths = inputs.pop("draft_lengths", torch.full((batch,), gamma))
-    steps = torch.arange(gamma)
-    parents = torch.where(steps < lengths[:, None], steps, -1)
-    root = torch.full((batch, 1), -1)
-    kinds = inputs.pop("draft_kinds", None)
-    if kinds is not None:
-        inputs["kinds"] = torch.cat([root.to(torch.int8), kinds], 1)
-    for name in ("draft_logits", "draft_probs"):
-        if name in inputs:
-            inputs["draft_rows"] = torch.cat([steps, torch.tensor([-1])]).expand(batch, -1)
-    inputs["tokens"] = torch.cat([root, drafted], 1)
-    inputs["parents"] = torch.cat([root, parents], 1)
-    return TreeCase({**inputs, "rule": "traversal"}, case.name)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -473,7 +454,7 @@ def as_trees(case):
 def test_a_chain_is_block_verification_to_the_bit(tree_backend, options):
     for seed in range(1 if "vocab" in options else 5):
         case = make_case(seed, **{"gamma": 4, **options})
-        chain, tree = tree_backend.run(case), tree_backend.run_tree(as_trees(case))
+        chain, tree = tree_backend.run(case), tree_backend.run_tree(chain_as_tree(case))
         # The reference sums what a put-there token leaves, where `verify` subtracts.
         same([tree.accept_probs[:, 1:]], [chain.accept_probs], 1e-7 * (tree_backend is REFERENCE))
         for name in ("tokens", "num_accepted", "logprobs", "status"):

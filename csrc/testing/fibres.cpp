@@ -84,7 +84,7 @@ struct Fibre {
 constexpr size_t kResidents = 3;
 
 // One of so many occasions to let other blocks go on is taken.
-constexpr uint32_t kSeldom = 8;
+constexpr uint32_t kSeldom = 4;
 
 // After so many naps in a launch nobody will come.
 constexpr int64_t kMostNaps = 100000;
