@@ -21,8 +21,8 @@ copies and fills of one call. Acceptance ``0.7``: sum min(p, q) near 0.7 for a d
 
 Only where ``--contestants`` names them: the rule ``coupled``, which reads no draft law, and a rule
 of ours with ``masked`` (every other token allowed, at random, and those that were drafted) or
-``reduced`` (a dense draft over about a quarter of the vocabulary) behind it. What they read is
-counted as that of the plain rule.
+``reduced`` (a dense draft over about a quarter of the vocabulary) behind it, or ``block`` with
+``tree`` (the chain given to `verify_tree`). What they read is counted as that of the plain rule.
 
 Results are written after each contestant. Work is done in a process of its own: if one crashes or
 hangs, that contestant is marked, and a new process goes on with the next.
@@ -50,6 +50,7 @@ from torch import Tensor
 from specdec_ext import reference
 from specdec_ext.backend import absences, resolve
 from specdec_ext.testing import VerifyCase, VerifyOutcome, assert_tokens_match, tv_bound
+from specdec_ext.testing_trees import chain_as_tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -70,7 +71,7 @@ DRAFTERS = ("dense", "deterministic")
 GPU_BACKENDS = ("cuda", "triton")
 RULES = ("token", "block")
 ALL_RULES = (*RULES, "coupled")
-FEATURES = ("masked", "reduced")
+FEATURES = ("masked", "reduced", "tree")
 PACKAGES = ("compile", "flashinfer", "vllm")
 PEERS = ("eager", "eager sort", "eager topk", *PACKAGES)
 READ = "read"  # of the rows that the rule must read, and nothing else
@@ -418,7 +419,7 @@ def named(backend: str, cell: Cell | None = None) -> list[str]:
     """List what a backend of ours can be asked for, in a cell or at all."""
     plain = [f"{backend} {rule}" for rule in ALL_RULES]
     dense = cell is None or cell.drafter == "dense"
-    more = [f"{name} masked" for name in plain]
+    more = [f"{name} masked" for name in plain] + [f"{backend} block tree"]
     return plain + more + [f"{backend} {rule} reduced" for rule in RULES if dense]
 
 
@@ -428,6 +429,18 @@ def backend_of(contestant: str) -> tuple[str, str, str] | None:
     rule, _, feature = rest.partition(" ")
     known = rule in ALL_RULES and feature in ("", *FEATURES)
     return (name, rule, feature) if known else None
+
+
+def through_trees(verify_tree: Callable[..., Any]) -> Callable[..., VerifyOutcome]:
+    """Give what verifies chains as trees."""
+
+    def verify(**inputs: Any) -> VerifyOutcome:
+        out = chain_as_tree(VerifyCase(inputs)).run(verify_tree)
+        return VerifyOutcome(
+            out.tokens, out.num_accepted, out.logprobs, out.accept_probs[:, 1:], out.status
+        )
+
+    return verify
 
 
 def calls_of(
@@ -441,8 +454,12 @@ def calls_of(
     mine = backend_of(contestant)
     if mine is not None:
         backend, rule, feature = mine
-        verify = resolve("verify", backend, device).verify
         cases = [case_of(cell, inputs, rule, feature) for inputs in sets]
+        if feature == "tree":
+            verify_tree = resolve("verify_tree", backend, device).verify_tree
+            trees = [chain_as_tree(case) for case in cases]
+            return [lambda tree=tree: tree.run(verify_tree) for tree in trees]
+        verify = resolve("verify", backend, device).verify
         return [lambda case=case: case.run(verify) for case in cases]
     shape = (cell.batch, cell.gamma, cell.vocab)
     verifier = peers.verifier(contestant, cell.sampling, shape, device)
@@ -465,6 +482,8 @@ def check(
     mine = backend_of(contestant)
     if mine is not None:
         verify = resolve("verify", mine[0], device).verify
+        if mine[2] == "tree":
+            verify = through_trees(resolve("verify_tree", mine[0], device).verify_tree)
         return check_ours(verify, case_of(cell, sets[0], *mine[1:]), options.check_requests)
     key = f"{contestant}, {cell.drafter}, {cell.filters}"
     if key not in state.laws:

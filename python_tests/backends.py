@@ -155,17 +155,22 @@ ONE_WARP = {
     "test_law.test_many_pairs_of_models": 0,
     "test_errors.test_more_columns_than_counters": 0,
     "test_law.test_block_accepts_at_least_as_much_as_token": 6,  # 20 s each
+    "test_tree_law.test_larger_trees": 5,  # up to 20 s each
+    "test_tree_law.test_other_draft_vocabularies": 2,
     # 200,000 draws a call: their noise is that of csrc/core, as on the CPU.
     "test_statistics": 0,
 }
-FOUR_WARPS = dict.fromkeys(
-    (
-        *("test_parity", "test_filters", "test_status", "test_tables", "test_thresholds"),
-        *("test_coupled", "test_masks", "test_draft_vocabulary"),
-        *("test_tree_mask", "test_compact_kv"),
+FOUR_WARPS = {
+    **dict.fromkeys(
+        (
+            *("test_parity", "test_filters", "test_status", "test_tables", "test_thresholds"),
+            *("test_coupled", "test_masks", "test_draft_vocabulary"),
+            *("test_tree", "test_tree_mask", "test_compact_kv"),
+        ),
+        1,
     ),
-    1,
-)
+    "test_tree_law.test_emitted_law_is_the_targets": 9,
+}
 
 REFERENCE = Backend("reference", lambda: reference, "cpu", tolerance=1e-9, tv=1e-9)
 CPU = Backend("cpu", lambda: torch.ops.specdec, "cpu", tolerance=1e-5, tv=1e-6)
@@ -199,7 +204,7 @@ TRITON = Backend(
 OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
 BACKENDS = [REFERENCE, *OPERATORS]
 #: Those that have verify_tree.
-TREE_OPERATORS = [CPU]
+TREE_OPERATORS = [CPU, FIBRES32, FIBRES128]
 
 
 def patch_once_a_launch(interpreter: Any) -> None:

@@ -27,6 +27,10 @@ from specdec_ext.testing import (
     make_case,
     toy_models,
 )
+from specdec_ext.testing_trees import TreeCase, assert_trees_match, exact_tree_law
+
+Case = VerifyCase | TreeCase
+Outcome = VerifyOutcome | specdec_ext.VerifyTreeResult
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -48,6 +52,14 @@ class Target:
         """The namespace with the schemas' operators."""
         return resolve("verify", self.name, self.device)
 
+    def has(self, operator: str) -> bool:
+        """Whether the backend has kernels for an operator."""
+        try:
+            resolve(operator, self.name, self.device)
+        except ValueError:
+            return False
+        return True
+
     def overload(self, operator: str) -> Any:
         """Give what is registered with torch, as ``opcheck`` wants it."""
         namespace = "specdec_triton" if self.name == "triton" else "specdec"
@@ -64,9 +76,19 @@ class Target:
         """Verify, with the outcome on the CPU."""
         return VerifyOutcome(*(t.cpu() for t in self.call("verify", *args, **kwargs)))
 
-    def run(self, case: VerifyCase) -> VerifyOutcome:
+    def verify_tree(self, *args: Any, **kwargs: Any) -> specdec_ext.VerifyTreeResult:
+        """Verify a tree, with the outcome on the CPU."""
+        found = self.call("verify_tree", *args, **kwargs)
+        return specdec_ext.VerifyTreeResult(*(t.cpu() for t in found))
+
+    def run(self, case: Case) -> Outcome:
         """Verify a case."""
-        return case.run(self.verify)
+        return case.run(getattr(self, operator_of(case)))
+
+
+def operator_of(case: Case) -> str:
+    """Name the operator that a case is for."""
+    return "verify_tree" if isinstance(case, TreeCase) else "verify"
 
 
 def placed(value: Any, device: torch.device) -> Any:
@@ -81,9 +103,9 @@ def placed(value: Any, device: torch.device) -> Any:
     return view.copy_(value)
 
 
-def on(case: VerifyCase, device: torch.device) -> VerifyCase:
+def on(case: Case, device: torch.device) -> Case:
     """Place a case."""
-    return VerifyCase({k: placed(v, device) for k, v in case.inputs.items()}, case.name)
+    return type(case)({k: placed(v, device) for k, v in case.inputs.items()}, case.name)
 
 
 def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -105,16 +127,21 @@ def poison(device: torch.device) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def check_verify(target: Target, case: VerifyCase, ties: int = 1) -> None:
+def _check_like(target: Target, case: Case, operators: Any, ties: int) -> None:
+    match = assert_trees_match if isinstance(case, TreeCase) else assert_tokens_match
+    expected = case.run(getattr(operators, operator_of(case)))
+    excused = match(target.run(case), expected, case)
+    assert excused <= ties, f"{excused} near-ties"
+
+
+def check_verify(target: Target, case: Case, ties: int = 1) -> None:
     """Equal to the float64 reference, but for few near-ties."""
-    excused = assert_tokens_match(target.run(case), case.run(reference.verify), case)
-    assert excused <= ties, f"{excused} near-ties"
+    _check_like(target, case, reference, ties)
 
 
-def check_against_cpu(target: Target, case: VerifyCase, ties: int = 1) -> None:
+def check_against_cpu(target: Target, case: Case, ties: int = 1) -> None:
     """Equal to the CPU operator, but for few near-ties."""
-    excused = assert_tokens_match(target.run(case), case.run(torch.ops.specdec.verify), case)
-    assert excused <= ties, f"{excused} near-ties"
+    _check_like(target, case, torch.ops.specdec, ties)
 
 
 def hostile_case(seed: int, rule: str, vocab: int = 257) -> VerifyCase:
@@ -267,21 +294,31 @@ def check_exact_law(target: Target, rule: str, seed: int, **options: Any) -> Non
     assert law.tv < 1e-6 and law.threshold_gap < 1e-6, (law.tv, law.threshold_gap)
 
 
+def check_exact_tree_law(target: Target, rule: str, seed: int, **options: Any) -> None:
+    """The same of a tree with children of every kind."""
+    for kinds in ([0, 1, 1, 1], [0, 2, 2, 0], [0, 3, 0, 1]):
+        models = toy_models(seed, 3, 2)
+        law = exact_tree_law(
+            target.verify_tree, [-1, 0, 0, 1], kinds, *models, rule=rule, bits=34, **options
+        )
+        assert law.tv < 1e-6 and law.threshold_gap < 1e-6, (kinds, law.tv, law.threshold_gap)
+
+
 # -------------------------------------------------------------------------------------------------
 # Repeatability
 # -------------------------------------------------------------------------------------------------
 
 
-def check_twice(target: Target, case: VerifyCase) -> None:
+def check_twice(target: Target, case: Case) -> None:
     """All outputs are bit-identical from run to run, whatever the memory held before."""
     here = on(case, target.device)
-    first = target.call("verify", **here.inputs)
+    first = target.call(operator_of(case), **here.inputs)
     for _ in range(3):
         poison(target.device)
-        assert_same(target.call("verify", **here.inputs), first)
+        assert_same(target.call(operator_of(case), **here.inputs), first)
 
 
-def check_batch(target: Target, case: VerifyCase) -> None:
+def check_batch(target: Target, case: Case) -> None:
     """Results depend neither on batch mates nor on their order."""
     whole = target.run(case)
     backwards = list(range(case.batch))[::-1]
@@ -290,7 +327,7 @@ def check_batch(target: Target, case: VerifyCase) -> None:
         assert_same(target.run(case.select(chosen)), expected)
 
 
-def check_threads(target: Target, cases: Sequence[VerifyCase], threads: int = 6) -> None:
+def check_threads(target: Target, cases: Sequence[Case], threads: int = 6) -> None:
     """Calls from several Python threads at once give what they give one by one."""
     here = [on(case, target.device) for case in cases]
     expected = [target.run(case) for case in here]
@@ -324,7 +361,7 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def check_streams(target: Target, cases: Sequence[VerifyCase]) -> None:
+def check_streams(target: Target, cases: Sequence[Case]) -> None:
     """Work is queued on the current stream: it sees inputs that arrive there late."""
     expected = [target.run(case) for case in cases]
     here = [on(case, target.device) for case in cases]
@@ -336,7 +373,7 @@ def check_streams(target: Target, cases: Sequence[VerifyCase]) -> None:
             if target.is_cuda:
                 torch.cuda._sleep(50_000_000)  # some 30 ms in which the inputs are still blank
             fill(inputs, case)
-            found.append(target.call("verify", **inputs))
+            found.append(target.call(operator_of(case), **inputs))
     for stream, outcome, wanted in zip(streams, found, expected, strict=True):
         if stream is not None:
             stream.synchronize()
@@ -347,7 +384,7 @@ def _blank(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
 
-def fill(inputs: dict[str, Any], case: VerifyCase) -> None:
+def fill(inputs: dict[str, Any], case: Case) -> None:
     """Copy a case's tensors into others."""
     for name, value in case.inputs.items():
         if isinstance(value, Tensor):
@@ -356,7 +393,7 @@ def fill(inputs: dict[str, Any], case: VerifyCase) -> None:
 
 def check_replay(
     target: Target,
-    cases: Sequence[VerifyCase],
+    cases: Sequence[Case],
     record: Callable[[Callable[[], object], torch.device], Callable[[], object]],
 ) -> None:
     """A captured call, replayed on other inputs, gives what an eager call gives.
@@ -365,14 +402,15 @@ def check_replay(
     ----------
     target : Target
         What is tested.
-    cases : sequence of VerifyCase
+    cases : sequence of VerifyCase or TreeCase
         Of equal shapes; the first is captured.
     record : callable
         From work and a device to what replays it.
     """
     inputs = dict(on(cases[0], target.device).inputs)
     found: list[tuple[Tensor, ...]] = []
-    run = record(lambda: found.append(target.call("verify", **inputs)), target.device)
+    operator = operator_of(cases[0])
+    run = record(lambda: found.append(target.call(operator, **inputs)), target.device)
     for case in [*cases[1:], cases[0]]:
         fill(inputs, case)
         for output in found[-1]:

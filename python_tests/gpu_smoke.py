@@ -20,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_checks  # noqa: E402
 
 import specdec_ext  # noqa: E402
+from specdec_ext.ops import TREE_RULES  # noqa: E402
 from specdec_ext.testing import VerifyCase, make_case  # noqa: E402
+from specdec_ext.testing_trees import TreeCase, make_tree_case  # noqa: E402
 
 RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
 
@@ -42,6 +44,17 @@ def cases() -> Iterator[VerifyCase]:
     yield gpu_checks.hostile_case(11, "block", vocab=129)
 
 
+def tree_cases() -> Iterator[TreeCase]:
+    """Every rule on one tile and on several, with each way of giving rows and draft laws."""
+    for seed, rule in enumerate(TREE_RULES):
+        yield make_tree_case(seed, rule=rule, batch=3, nodes=9, vocab=33, philox=True)
+        yield make_tree_case(
+            seed, rule=rule, batch=2, nodes=12, vocab=8193, dtype=torch.bfloat16, philox=True
+        )
+    yield make_tree_case(6, batch=2, nodes=8, vocab=4099, draft="probs", raw_logprobs=True)
+    yield make_tree_case(7, batch=2, nodes=8, vocab=4133, packed=True, shared_rows=True)
+
+
 def main() -> int:
     """Check each backend; the exit code says whether all agree."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -54,6 +67,9 @@ def main() -> int:
         count = 0
         for case in cases():
             gpu_checks.check_verify(target, case)
+            count += 1
+        for tree in tree_cases() if target.has("verify_tree") else ():
+            gpu_checks.check_verify(target, tree)
             count += 1
         for dtype in (torch.float32, torch.bfloat16):
             gpu_checks.check_row_law(target, 1, 4099, dtype, "padded")

@@ -154,14 +154,7 @@ def test_backend_is_resolved():
     [
         # torch.ops would find Triton's kernels in the place of CUDA's.
         ("tree_attention", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
-        (
-            "verify_tree",
-            "cuda",
-            "cuda",
-            "backend 'cuda' has no kernels for it, only cpu, reference",
-        ),
-        ("verify_tree", "triton", "cuda", "has no kernels for it, only cpu, reference"),
-        ("verify_tree", "auto", "cuda", "there are no kernels for it on cuda, only cpu, reference"),
+        ("verify_tree", "triton", "cuda", "has no kernels for it, only cpu, cuda, reference"),
     ],
 )
 def test_operators_that_a_backend_lacks(op, name, device, message):
@@ -303,7 +296,7 @@ def test_wheel_is_complete_and_runs(tmp_path):
 # ---- CUDA ----------------------------------------------------------------------------------------
 
 OPERATORS = (
-    *("row_law", "sample", "verify", "acceptance", "uniforms"),
+    *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
     *("tree_mask", "compact_kv"),
 )
 
@@ -396,15 +389,17 @@ def test_values_of_the_switch():
     assert status != 0 and "SPECDEC_CUDA must be 0 or 1, got 'yes'" in output
 
 
-# A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh).
-ONLY_ON_THE_HOST = {"open_request", "radix_descend", "tile_groups", "tree_size"}
+# A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh, tree.cuh).
+ONLY_ON_THE_HOST = {
+    *("open_request", "radix_descend", "tile_groups", "tree_size"),
+    *("open_tree", "link_children", "has_fine_kinds", "find_reachable"),
+}
 
 
 def test_every_core_function_is_compiled_for_the_device():
     # Called by a kernel, or by a core function that is.
     headers = sorted((ROOT / "csrc" / "core").glob("*.h"))
-    # Trees have no CUDA kernels yet.
-    core = "\n".join(path.read_text() for path in headers if path.name != "tree.h")
+    core = "\n".join(path.read_text() for path in headers)
     pieces = re.split(r"^(?=SPECDEC_HD )", core, flags=re.MULTILINE)[1:]
     bodies = {re.match(r"SPECDEC_HD [^(]*?(\w+)\(", piece)[1]: piece for piece in pieces}
     kernels = [*(ROOT / "csrc" / "cuda").glob("*.cu"), *(ROOT / "csrc" / "cuda").glob("*.cuh")]

@@ -14,7 +14,9 @@ import pytest
 import torch
 from test_memory import FAR, FENCED
 
+from specdec_ext.ops import TREE_RULES, VerifyTreeResult
 from specdec_ext.testing import make_case
+from specdec_ext.testing_trees import assert_trees_match, make_tree_case
 
 WARP = 32
 SEEDS = range(10)
@@ -120,6 +122,13 @@ def test_last_block_to_arrive(block, blocks):
     assert total.item() == sum(range(blocks)) * sum(range(threads))
 
 
+def test_blocks_that_wait_for_each_other(block):
+    library, _ = block
+    turn, who = torch.zeros(1, dtype=torch.int32), torch.full((14,), -1, dtype=torch.int64)
+    library.test_take_turns(pointer(turn), pointer(who), 7)
+    assert turn.item() == 14 and who.tolist() == [0, 1] * 7
+
+
 def order_of(library, threads, blocks):
     order, first = (torch.full((n,), -1, dtype=torch.int64) for n in (blocks, threads))
     count = torch.zeros(2, dtype=torch.int32)
@@ -182,6 +191,16 @@ def test_shared_memory_is_not_kept_between_blocks(threads):
     assert len(found) > 1  # it would be 5 if block 0 came first and nothing happened in between
 
 
+@pytest.mark.parametrize("threads", fibres.THREADS)
+def test_blocks_come_in_between(threads):
+    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    for seed in SEEDS:
+        library.test_seed(ctypes.c_uint64(seed))
+        count = torch.zeros(1, dtype=torch.int64)
+        library.test_count_without_atomics(pointer(count), ctypes.c_int64(100))
+        assert count.item() < 100
+
+
 MISTAKES = {
     "barrier_not_for_all": r"wait for others .* {n-1} in __syncthreads at self_test.cu:\d+; 1 ret",
     "different_barriers": r"at different places: __syncthreads at .* and __syncthreads at ",
@@ -189,7 +208,9 @@ MISTAKES = {
     "exchange_not_for_all": r"wait for others .* in __shfl_down_sync at self_test.cu:\d+; .* ret",
     "exchange_with_strangers": "a shuffle reads a lane that does not take part",
     "exchange_outside_mask": "a lane is not in the mask that it gives",
-    "different_masks": "threads that should meet are at different places: __syncwarp",
+    # Which of the two it is depends on who comes first.
+    "different_masks": "threads (that should meet are at different|wait for .*: 1 in __syncwarp)",
+    "wait_for_nobody": "blocks wait for each other in vain",
 }
 
 
@@ -213,12 +234,13 @@ def test_mistakes_are_errors_that_name_the_kernel(threads):
 # --------------------------------------------------------------------------------------------------
 
 OPERATORS = (
-    *("row_law", "sample", "verify", "acceptance", "uniforms"),
+    *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
     *("tree_mask", "compact_kv"),
 )
 STEPWISE = ("token", "greedy", "lenient", "top_beta", "typical", "coupled")
 RULES = ("block", *STEPWISE)
 READ_DRAFT_LAW = ("block", "token", "lenient")
+READ_TREE_DRAFT_LAW = ("traversal", "recursive")
 MASKED = dict(allowed_mask=True)
 REDUCED = dict(draft_vocab=50, draft_token_ids=True)
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
@@ -282,6 +304,28 @@ def test_order_of_blocks_and_threads_changes_nothing(threads, rule):
     for seed in range(3):
         fibres.seed(threads, seed)
         assert_same(everything(operators, case), expected)
+
+
+@threads_of_a_block
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_order_of_blocks_changes_nothing_in_trees(threads, rule):
+    # Several tiles, so that blocks share sums; under traversal several nodes wait at once.
+    operators = fibres.operators(threads)
+    options = dict(vocab=3 * 16 * threads, filters=False, greedy_rows=False, stray=False)
+    case = make_tree_case(3, batch=3, nodes=24, rule=rule, philox=True, **options)
+    # A draft like the target, so that something flows into most nodes; of two trees all is drawn.
+    target = case.inputs["target_logits"]
+    noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
+    case.inputs["draft_logits"].copy_(target + 0.5 * noise)
+    case.inputs["kinds"][:2] = 1
+    expected = case.run(torch.ops.specdec.verify_tree)
+    for seed in range(24 if threads == 32 else 3):
+        fibres.seed(threads, seed)
+        found = VerifyTreeResult(*operators.verify_tree(**case.inputs))
+        if seed == 0:
+            assert assert_trees_match(found, expected, case) == 0
+            expected = found
+        assert_same(found, expected)
 
 
 def test_calls_from_several_python_threads():
@@ -348,6 +392,29 @@ def test_masks_cost_no_launch_and_a_reduced_vocabulary_two(rule, filters):
     assert of(**REDUCED) == of(**REDUCED, **MASKED) == reduced
 
 
+def tree_of(rule, batch=4, nodes=8, vocab=97, **options):
+    return make_tree_case(
+        3, batch=batch, nodes=nodes, vocab=vocab, rule=rule, philox=True, **options
+    ).inputs
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_trees_launch_five_times(rule):
+    for options in (
+        {},
+        dict(batch=50, nodes=3),
+        dict(nodes=40),
+        dict(vocab=5003),
+        dict(filters=False),
+        dict(allowed_mask=torch.full((4, 8, 4), -1, dtype=torch.int32)),
+    ):
+        assert launches("verify_tree", **tree_of(rule, **options)) == 5
+    assert launches("verify_tree", **tree_of(rule, raw_logprobs=True)) == 7
+    reduced = tree_of(rule, draft_vocab=50, draft_token_ids=torch.arange(50))
+    assert launches("verify_tree", **reduced) == (7 if rule in READ_TREE_DRAFT_LAW else 5)
+    assert launches("verify_tree", **tree_of(rule, batch=0)) == 0
+
+
 def test_launches_of_other_operators_under_masks_and_maps():
     logits, seeds = torch.zeros(3, 50), torch.arange(3)
     ids = dict(draft_token_ids=seeds.new_tensor(range(50)))
@@ -383,6 +450,16 @@ def test_no_allocation_of_rows_times_vocabulary(rule, filters):
     assert asked.allocations == 1
     # Not even one byte for each of the rows' entries.
     assert 0 < asked.bytes < batch * (2 * gamma + 1) * vocab / 4
+
+
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_trees_allocate_once_and_little(rule, filters):
+    batch, nodes, vocab = 1, 4, 151_936
+    inputs = tree_of(rule, batch=batch, nodes=nodes, vocab=vocab, filters=filters)
+    asked = fibres.asked_by(32, lambda: fibres.operators(32).verify_tree(**inputs))
+    assert asked.allocations == 1
+    assert 0 < asked.bytes < batch * 2 * nodes * vocab / 4
 
 
 @pytest.mark.parametrize("name", ["row_law", "sample", "acceptance"])

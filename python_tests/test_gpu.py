@@ -17,12 +17,15 @@ import torch
 from gpu_checks import Target
 from test_compile import VERIFY_SAMPLES, fully_accepted, split
 from test_parity import RULES, VARIANTS
+from test_tree import VARIANTS as TREE_VARIANTS
 from torch.library import opcheck
 
 import specdec_ext
 from specdec_ext import reference
 from specdec_ext.backend import absences
+from specdec_ext.ops import TREE_RULES
 from specdec_ext.testing import assert_tokens_match, filtered_law, make_case
+from specdec_ext.testing_trees import make_tree_case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -51,6 +54,13 @@ def on_gpu(target):
     """The target where it is on a GPU: for what there is no counterpart of on a CPU."""
     if not target.is_cuda:
         pytest.skip(f"nothing to see on {target.device}")
+    return target
+
+
+@pytest.fixture
+def tree_target(target):
+    if not target.has("verify_tree"):
+        pytest.skip(f"{target.name} has no verify_tree")
     return target
 
 
@@ -168,6 +178,74 @@ def test_tokens_of_all_backends_are_equal(vocab, rule):
 def test_emitted_law_is_the_targets(target, options, rule):
     for seed in range(2):
         checks.check_exact_law(target, rule, seed, **options)
+
+
+# ---- trees ---------------------------------------------------------------------------------------
+
+
+def tree_cases(count=1, **options):
+    options = {"vocab": 9001, "nodes": 16, "philox": True, **options}
+    return [make_tree_case(k, rule=rule, **options) for k in range(count) for rule in TREE_RULES]
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+@pytest.mark.parametrize("variant", TREE_VARIANTS)
+def test_trees(tree_target, variant, rule):
+    options = {**TREE_VARIANTS[variant], **(dict(philox=True) if rule == "coupled" else {})}
+    for seed in range(2):
+        checks.check_verify(tree_target, make_tree_case(seed, rule=rule, **options))
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+@pytest.mark.parametrize("batch, nodes, vocab", [(2, 64, 128_256), (40, 24, 9001), (3, 1024, 130)])
+def test_large_trees(tree_target, batch, nodes, vocab, rule):
+    options = dict(batch=batch, nodes=nodes, vocab=vocab, dtype=torch.bfloat16, philox=True)
+    case = make_tree_case(5, rule=rule, **options)
+    checks.check_against_cpu(tree_target, case, ties=2)
+    checks.check_twice(tree_target, case)
+
+
+@pytest.mark.parametrize("rule", ["traversal", "recursive", "target_only"])
+def test_law_of_trees(tree_target, rule):
+    checks.check_exact_tree_law(tree_target, rule, 0)
+    checks.check_exact_tree_law(tree_target, rule, 1, temperature=0.7, top_k=2, draft_top_k=3)
+
+
+def test_repeatability_of_trees(tree_target):
+    for case in tree_cases(batch=12):
+        checks.check_twice(tree_target, case)
+        checks.check_batch(tree_target, case)
+    checks.check_threads(tree_target, tree_cases())
+    checks.check_streams(tree_target, tree_cases())
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_graph_replay_of_trees(tree_target, rule):
+    cases = [make_tree_case(k, rule=rule, vocab=9001, philox=True) for k in range(4)]
+    checks.check_replay(tree_target, cases, replays.record)
+
+
+@pytest.mark.parametrize("batch, nodes", [(1, 64), (32, 16)])
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_launches_of_trees(on_gpu, rule, batch, nodes):
+    if on_gpu.name != "cuda":
+        pytest.skip("the bound is that of the CUDA kernels")
+    case = make_tree_case(6, rule=rule, batch=batch, nodes=nodes, vocab=9001, philox=True)
+    inputs = checks.on(case, DEVICE).inputs
+    found = replays.launched(lambda: on_gpu.operators.verify_tree(**inputs), DEVICE)
+    assert 1 <= len(found) <= 5, found
+
+
+def test_no_tree_waits_for_the_device(on_gpu, tree_target):
+    inputs = [checks.on(case, DEVICE).inputs for case in tree_cases()]
+    for given in inputs:
+        tree_target.operators.verify_tree(**given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for given in inputs:
+            tree_target.operators.verify_tree(**given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- repeatability ------------------------------------------------------------------------------

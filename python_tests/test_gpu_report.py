@@ -23,7 +23,9 @@ import torch
 from gpu_checks import Target
 
 from specdec_ext import reference
-from specdec_ext.testing import VerifyOutcome, make_case
+from specdec_ext.ops import TREE_RULES
+from specdec_ext.testing import make_case
+from specdec_ext.testing_trees import make_tree_case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -55,6 +57,22 @@ def test_parity_checks_pass_on_the_cpu():
     checks.check_uniforms(TARGET)
     checks.check_empty(TARGET)
     checks.check_exact_law(TARGET, "block", 0, dtype=torch.bfloat16, temperature=0.7, top_k=2)
+
+
+def test_tree_checks_pass_on_the_cpu():
+    cases = [
+        make_tree_case(k, rule=rule, philox=True, vocab=33) for k, rule in enumerate(TREE_RULES)
+    ]
+    for case in cases:
+        checks.check_verify(TARGET, case)
+        checks.check_against_cpu(TARGET, case)
+    checks.check_twice(TARGET, cases[0])
+    checks.check_batch(TARGET, cases[0])
+    checks.check_threads(TARGET, cases, threads=3)
+    checks.check_streams(TARGET, cases)
+    same_shape = [make_tree_case(k, vocab=33) for k in range(3)]
+    checks.check_replay(TARGET, same_shape, replays.record)
+    checks.check_exact_tree_law(TARGET, "recursive", 0)
 
 
 def test_other_checks_pass_on_the_cpu():
@@ -117,6 +135,10 @@ def test_checks_see_wrong_backends():
         checks.check_batch(first_decides, case)
     with pytest.raises(AssertionError):
         checks.check_exact_law(other_coins, "block", 0, draft_temperature=0.1)
+    with pytest.raises(AssertionError):
+        checks.check_exact_tree_law(other_coins, "traversal", 0)
+    with pytest.raises(AssertionError):
+        checks.check_verify(other_coins, make_tree_case(1, batch=20, vocab=33), ties=20)
     with pytest.raises(AssertionError):
         checks.check_replay(TARGET, [case, case], lambda work, _: work() or (lambda: None))
 
@@ -545,13 +567,15 @@ def test_rules_and_features_on_demand(tmp_path, contestant):
     options = options_of(tmp_path, "--contestants", contestant)
     assert bench_gpu.contestants(cell, options) == [contestant]
     _, rule, feature = bench_gpu.backend_of(contestant)
-    case = bench_gpu.case_of(cell, bench_gpu.make_inputs(cell, generator(), CPU), rule, feature)
-    keys = {"masked": "allowed_mask", "reduced": "draft_token_ids", "": "seeds"}
+    inputs = bench_gpu.make_inputs(cell, generator(), CPU)
+    case = bench_gpu.case_of(cell, inputs, rule, feature)
+    keys = {"masked": "allowed_mask", "reduced": "draft_token_ids", "tree": "uniforms", "": "seeds"}
     assert keys[feature] in case.inputs
-    verify = torch.ops.specdec.verify
-    assert "0 ties" in bench_gpu.check_ours(verify, case, 2)
-    tokens = VerifyOutcome(*verify(**case.inputs)).num_accepted
-    assert int(tokens.sum()) > 0
+    assert "0 ties" in bench_gpu.check(contestant, cell, [inputs], None, options)
+    (call,) = bench_gpu.calls_of(contestant, cell, [inputs], CPU)
+    accepted = call().num_accepted
+    assert torch.equal(accepted, case.run(torch.ops.specdec.verify).num_accepted)
+    assert int(accepted.sum()) > 0
 
 
 def test_the_mean_number_accepted_is_checked():

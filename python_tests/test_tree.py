@@ -17,6 +17,7 @@ from specdec_ext.testing import make_case
 from specdec_ext.testing_trees import (
     TreeCase,
     assert_trees_match,
+    chain_as_tree,
     explain_tree_outcome,
     make_tree_case,
 )
@@ -312,13 +313,26 @@ def test_nothing_left_to_draw_from(tree_backend):
     left_out(tree_backend, case, 1, 4)
 
 
-def test_without_replacement_beside_put_there(tree_backend):
+@pytest.mark.parametrize("given", ["logits", "probs", "reduced", "masked"])
+def test_without_replacement_beside_put_there(tree_backend, given):
     # What is taken before the third drawn child is q of the drawn ones, and nearly all: .95.
     q = [0.6, 0.35, 0.04, 0.01]
     p = [0.1, 0.2, 0.3, 0.4]
+    ids = [2, 0, 3, 1]
+    if given == "reduced":
+        q = [q[x] for x in ids]
+    if given == "masked":  # the last token is hidden
+        p, q = [*p, 5.0], [*q, 9.0]
     case = one_tree(
         [-1, 0, 0, 0, 0], [-1, 0, 2, 1, 3], [0, 2, 0, 2, 2], p=p, q=q, uniforms=quiet(5)
     )
+    if given == "probs":
+        draft = case.inputs["draft_logits"].exp() * 1.25
+        case = case.replace(draft_logits=None, draft_probs=draft)
+    if given == "reduced":
+        case = case.replace(draft_token_ids=torch.tensor(ids))
+    if given == "masked":
+        case = case.replace(allowed_mask=torch.full((1, 5, 1), 0b01111, dtype=torch.int32))
     probs = tree_backend.run_tree(case).accept_probs[0]
     # Left after 0: [p - q]+ = (0, 0, .26, .39); token 2 put there: .4; left .39 / .65 = .6, all on
     # token 3; drawn from (0, .875, .1, .025): none at 1; left [1 - .025]; from .05: .2.
@@ -423,26 +437,6 @@ def test_temperature_zero(tree_backend, rule):
         assert set(out.accept_probs.nan_to_num(1.0).flatten().tolist()) <= {0.0, 1.0}
 
 
-def as_trees(case):
-    """The chains of a case as trees."""
-    inputs = dict(case.inputs)
-    drafted = inputs.pop("draft_tokens")
-    batch, gamma = drafted.shape
-    lengths = inputs.pop("draft_lengths", torch.full((batch,), gamma))
-    steps = torch.arange(gamma)
-    parents = torch.where(steps < lengths[:, None], steps, -1)
-    root = torch.full((batch, 1), -1)
-    kinds = inputs.pop("draft_kinds", None)
-    if kinds is not None:
-        inputs["kinds"] = torch.cat([root.to(torch.int8), kinds], 1)
-    for name in ("draft_logits", "draft_probs"):
-        if name in inputs:
-            inputs["draft_rows"] = torch.cat([steps, torch.tensor([-1])]).expand(batch, -1)
-    inputs["tokens"] = torch.cat([root, drafted], 1)
-    inputs["parents"] = torch.cat([root, parents], 1)
-    return TreeCase({**inputs, "rule": "traversal"}, case.name)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -460,7 +454,7 @@ def as_trees(case):
 def test_a_chain_is_block_verification_to_the_bit(tree_backend, options):
     for seed in range(1 if "vocab" in options else 5):
         case = make_case(seed, **{"gamma": 4, **options})
-        chain, tree = tree_backend.run(case), tree_backend.run_tree(as_trees(case))
+        chain, tree = tree_backend.run(case), tree_backend.run_tree(chain_as_tree(case))
         # The reference sums what a put-there token leaves, where `verify` subtracts.
         same([tree.accept_probs[:, 1:]], [chain.accept_probs], 1e-7 * (tree_backend is REFERENCE))
         for name in ("tokens", "num_accepted", "logprobs", "status"):

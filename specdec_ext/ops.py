@@ -854,7 +854,7 @@ def verify_tree(
         Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
         and neither uniforms nor seeds are given; the default generator of the device if None.
     backend : {"auto", "cpu", "reference"}
-        As in `row_law`; CUDA and Triton have no kernels for trees, and are refused.
+        As in `row_law`; Triton has no kernels for trees, and is refused.
 
     Returns
     -------

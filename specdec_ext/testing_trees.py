@@ -9,7 +9,7 @@ Close or explained
     `assert_trees_match` excuses a difference only if every decision in the outcome is admissible in
     float64 up to a tolerance (`explain_tree_outcome`).
 Cases
-    `make_tree_case` draws seeded inputs.
+    `make_tree_case` draws seeded inputs; `chain_as_tree` takes those of a chain.
 
 Nodes are judged here by a second formulation of the mathematics (`nested_acceptance`): the
 normalised residual law after each child as a vector, and each child's proposal law as a vector.
@@ -33,6 +33,7 @@ from .testing import (
     _GREEDY_TEMPERATURE,
     _SAMPLING,
     ExactLaw,
+    VerifyCase,
     _candidate_laws,
     _close,
     _context,
@@ -50,6 +51,7 @@ __all__ = [
     "NodeAcceptance",
     "TreeCase",
     "assert_trees_match",
+    "chain_as_tree",
     "draft_trees",
     "exact_tree_law",
     "explain_tree_outcome",
@@ -107,6 +109,47 @@ class TreeCase:
 
     def _packed(self) -> set[str]:
         return {"target_logits"} if "target_rows" in self.inputs else set()
+
+
+def chain_as_tree(case: VerifyCase) -> TreeCase:
+    """Give the chains of a case as trees, under the rule "traversal".
+
+    What `verify_tree` makes of them is what the rule "block" makes of the chains, bit for bit; its
+    ``accept_probs`` have the root's 1 before them.
+
+    Parameters
+    ----------
+    case : VerifyCase
+        Arguments of `specdec_ext.verify`.
+
+    Returns
+    -------
+    TreeCase
+        With N = G + 1 nodes.
+
+    Examples
+    --------
+    >>> from specdec_ext.testing import make_case
+    >>> tree = chain_as_tree(make_case(1, batch=1, gamma=3, ragged=False))
+    >>> tree.inputs["parents"].tolist(), tree.inputs["draft_rows"].tolist()
+    ([[-1, 0, 1, 2]], [[0, 1, 2, -1]])
+    """
+    inputs = dict(case.inputs)
+    drafted = inputs.pop("draft_tokens")
+    batch, gamma = drafted.shape
+    lengths = inputs.pop("draft_lengths", drafted.new_full((batch,), gamma))
+    steps = torch.arange(gamma, device=drafted.device)
+    root = drafted.new_full((batch, 1), -1)
+    inputs["tokens"] = torch.cat([root, drafted], 1)
+    inputs["parents"] = torch.cat(
+        [root.long(), torch.where(steps < lengths[:, None], steps, -1)], 1
+    )
+    kinds = inputs.pop("draft_kinds", None)
+    if kinds is not None:
+        inputs["kinds"] = torch.cat([root.to(kinds.dtype), kinds], 1)
+    if "draft_logits" in inputs or "draft_probs" in inputs:
+        inputs["draft_rows"] = torch.cat([steps, steps.new_tensor([-1])]).expand(batch, -1)
+    return TreeCase({**inputs, "rule": "traversal"}, case.name)
 
 
 def post_order(parents: Sequence[int]) -> list[int]:

@@ -15,3 +15,20 @@
 #else
 #define SPECDEC_HD inline
 #endif
+
+namespace specdec {
+namespace SPECDEC_CPU_ISA {
+
+// Lowers a number to `value` if it is above; returns what it was. Threads of a GPU may share it.
+SPECDEC_HD int32_t lower(int32_t* number, int32_t value) {
+#ifdef __CUDA_ARCH__
+  return atomicMin(number, value);
+#else
+  const int32_t old = *number;
+  if (value < old) *number = value;
+  return old;
+#endif
+}
+
+}  // namespace SPECDEC_CPU_ISA
+}  // namespace specdec

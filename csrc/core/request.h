@@ -53,6 +53,10 @@ SPECDEC_HD bool uses_uniforms(Rule rule) {
   return !ignores_sampling(rule) && rule != Rule::kCoupled;
 }
 
+SPECDEC_HD bool uses_uniforms(TreeRule rule) {
+  return !ignores_sampling(rule) && rule != TreeRule::kCoupled;
+}
+
 // A kind as the caller gave it; by default sampled (1) where there is a draft law.
 template <typename Params>
 SPECDEC_HD int8_t given_kind(const Params& p, const Array<int8_t>& kinds, int64_t b, int64_t i) {

@@ -17,6 +17,8 @@ constexpr int8_t kChildKinds = 4;
 constexpr double kNotLookedAt = -1.0;
 constexpr double kUnreachable = -2.0;  // it, or a node above it, is no token
 
+constexpr int32_t kNoWay = INT32_MAX;
+
 // Scratch memory of one request, all arrays by node.
 struct Tree {
   int64_t b = 0;
@@ -25,11 +27,22 @@ struct Tree {
   int32_t* first_child = nullptr;
   int32_t* next_sibling = nullptr;  // both -1 where there is none
   int32_t* first_slot = nullptr;    // of a node's children in the two lists below
+  int32_t* beneath = nullptr;       // while a node is on a stack: the next one there
+  int32_t* way = nullptr;           // first child on a way to a node that may win, or kNoWay
   int64_t* tried = nullptr;         // tokens of children that have been looked at
   int64_t* aside = nullptr;         // tokens that a child cannot have been drawn from
   double* inflow = nullptr;
   double* acceptance = nullptr;  // h of a node, or the chance that a walk went down to it
   float* log_p = nullptr;        // of the node's token, under its parent's law
+};
+
+// Scratch memory of many trees of so many nodes: how many numbers of each type a node takes.
+struct TreeMemory {
+  static constexpr int64_t kLinks = 5, kTokens = 2, kNumbers = 2;
+  int32_t* links = nullptr;
+  int64_t* tokens = nullptr;
+  double* numbers = nullptr;
+  float* log_p = nullptr;
 };
 
 // What a visit needs before it goes on.
@@ -98,11 +111,28 @@ SPECDEC_HD Row draft_row(const VerifyTreeParams& p, int64_t b, int64_t v) {
 
 // Coins count as 0 where nothing is left to chance.
 SPECDEC_HD double tree_coin(const VerifyTreeParams& p, const Request& r, int64_t v) {
-  if (r.greedy || p.rule == TreeRule::kCoupled) return 0.0;
+  if (r.greedy || !uses_uniforms(p.rule)) return 0.0;
   return slot_uniform(p.randomness, r.b, v - 1, p.nodes - 1);
 }
 
 // ---- topology ---
+
+// The k-th tree in that memory, still without anything in it.
+SPECDEC_HD Tree tree_in(const TreeMemory& memory, int64_t nodes, int64_t k) {
+  const int64_t first = k * nodes;
+  Tree tree;
+  tree.first_child = memory.links + TreeMemory::kLinks * first;
+  tree.next_sibling = tree.first_child + nodes;
+  tree.first_slot = tree.next_sibling + nodes;
+  tree.beneath = tree.first_slot + nodes;
+  tree.way = tree.beneath + nodes;
+  tree.tried = memory.tokens + TreeMemory::kTokens * first;
+  tree.aside = tree.tried + nodes;
+  tree.inflow = memory.numbers + TreeMemory::kNumbers * first;
+  tree.acceptance = tree.inflow + nodes;
+  tree.log_p = memory.log_p + first;
+  return tree;
+}
 
 SPECDEC_HD void link_children(const VerifyTreeParams& p, Tree* tree) {
   for (int64_t v = 0; v < tree->count; ++v) {
@@ -123,35 +153,53 @@ SPECDEC_HD void link_children(const VerifyTreeParams& p, Tree* tree) {
   }
 }
 
-// Sampled children of one node share their kind, and only one is drawn from the rest.
+// Sampled children of one node share their kind, and only one is drawn from the rest: whether two
+// siblings break that rule.
+SPECDEC_HD bool kinds_clash(int8_t a, int8_t b) {
+  const bool drawn = a > 0 && b > 0 && is_known_kind(a) && is_known_kind(b);
+  return drawn && (a != b || a == static_cast<int8_t>(ChildKind::kRest));
+}
+
 SPECDEC_HD bool has_fine_kinds(const VerifyTreeParams& p, const Tree& tree) {
   for (int64_t v = 0; v < tree.count; ++v) {
     int8_t shared = 0;
     for (int32_t c = tree.first_child[v]; c >= 0; c = tree.next_sibling[c]) {
       const int8_t kind = kind_at(p, tree.b, c);
-      if (kind == 0 || !is_known_kind(kind)) continue;
-      const bool rest = kind == static_cast<int8_t>(ChildKind::kRest);
-      if (shared != 0 && (kind != shared || rest)) return false;
-      shared = kind;
+      if (kinds_clash(shared, kind)) return false;
+      if (is_known_kind(kind) && kind != 0) shared = kind;
     }
   }
   return true;
 }
 
+// Before anything is known of a node that tokens can lead to, or cannot.
+SPECDEC_HD void clear_node(const Tree& tree, int64_t v, bool reachable) {
+  tree.inflow[v] = reachable ? kNotLookedAt : kUnreachable;
+  tree.acceptance[v] = kNotLookedAt;
+  tree.way[v] = kNoWay;
+}
+
 // Marks the nodes that tokens can lead to; what is below an id that is no token is never read.
 SPECDEC_HD void find_reachable(const VerifyTreeParams& p, Tree* tree, Request* r) {
   bool fine = r->greedy || is_uniform_fine(p.randomness, r->b, p.nodes - 1);
-  tree->inflow[0] = kNotLookedAt;
+  clear_node(*tree, 0, true);
   for (int64_t v = 1; v < tree->count; ++v) {
-    tree->inflow[v] = kUnreachable;
+    clear_node(*tree, v, false);
     if (tree->inflow[tree_parent(p, r->b, v)] == kUnreachable) continue;
     const ColumnState state = node_state(p, r->b, v);
     if (state == ColumnState::kInvalid) r->status |= kInvalidDraftToken;
     if (state != ColumnState::kUsable) continue;
-    tree->inflow[v] = kNotLookedAt;
+    clear_node(*tree, v, true);
     fine = fine && (r->greedy || is_uniform_fine(p.randomness, r->b, v - 1));
   }
   if (!fine) r->status |= kParameterOutOfRange;
+}
+
+// Takes the uniform of the final draw.
+SPECDEC_HD void take_final_uniform(const VerifyTreeParams& p, Request* r) {
+  const int64_t last = p.nodes - 1;
+  const bool takes = !r->greedy && uses_uniforms(p.rule);
+  r->draw.u = takes ? slot_uniform(p.randomness, r->b, last, last) : 0.0;
 }
 
 SPECDEC_HD Request open_tree(const VerifyTreeParams& p, int64_t b, Tree* tree) {
@@ -167,10 +215,8 @@ SPECDEC_HD Request open_tree(const VerifyTreeParams& p, int64_t b, Tree* tree) {
     tree->first_child[0] = -1;
   }
   if (!tree->valid) r.status |= kInvalidTree;
-  for (int64_t v = 0; v < tree->count; ++v) tree->acceptance[v] = kNotLookedAt;
   find_reachable(p, tree, &r);
-  const bool races = p.rule == TreeRule::kCoupled;
-  r.draw.u = r.greedy || races ? 0.0 : slot_uniform(p.randomness, b, p.nodes - 1, p.nodes - 1);
+  take_final_uniform(p, &r);
   return r;
 }
 
@@ -180,12 +226,17 @@ SPECDEC_HD int64_t depth_of(const VerifyTreeParams& p, int64_t b, int64_t v) {
   return depth;
 }
 
-// Whether some child of v asks for the draft law.
+// Whether a child asks for the law that it was drawn from.
+SPECDEC_HD bool asks_for_draft_law(const VerifyTreeParams& p, const Request& r, const Tree& tree,
+                                   int64_t c) {
+  return tree.inflow[c] != kUnreachable && kind_of(p, r, c) != ChildKind::kDeterministic;
+}
+
+// Whether some child of v does.
 SPECDEC_HD bool wants_draft_row(const VerifyTreeParams& p, const Request& r, const Tree& tree,
                                 int64_t v) {
   for (int32_t c = tree.first_child[v]; c >= 0; c = tree.next_sibling[c]) {
-    if (tree.inflow[c] != kUnreachable && kind_of(p, r, c) != ChildKind::kDeterministic)
-      return true;
+    if (asks_for_draft_law(p, r, tree, c)) return true;
   }
   return false;
 }
@@ -371,30 +422,63 @@ SPECDEC_HD DrawTask pending_sum(const Tree& tree, const NodeVisit& v, Pending pe
   return task;
 }
 
+// ---- traversal ---
+
+// Takes a node as far as it goes without a sum over the vocabulary, and with it whatever is below
+// it that something flows into. `nodes` has the laws, target(v) and draft(v), and the visits; its
+// wait(v, pending) comes after everything that is done at a node that needs a sum.
+template <typename Nodes>
+SPECDEC_HD void flow_down(const VerifyTreeParams& p, Request* r, const Tree& tree, Nodes* nodes,
+                          int64_t node) {
+  int32_t top = static_cast<int32_t>(node);
+  tree.beneath[top] = -1;
+  while (top >= 0) {
+    const int32_t v = top;
+    top = tree.beneath[v];
+    NodeVisit visit = nodes->visits[v];
+    const int32_t from = visit.child;
+    const Pending pending = advance(p, r, tree, false, nodes->target(v), nodes->draft(v), &visit);
+    nodes->visits[v] = visit;
+    // The child that waits for its own law has no inflow yet.
+    const int32_t end = pending == Pending::kMass ? tree.next_sibling[visit.child] : visit.child;
+    for (int32_t c = from; c != end; c = tree.next_sibling[c]) {
+      if (!(tree.inflow[c] > 0.0)) continue;
+      nodes->visits[c] =
+          begin_visit(p, *r, tree, c, tree.inflow[c], nodes->target(c), nodes->draft(c), -1);
+      tree.beneath[c] = top;
+      top = c;
+    }
+    if (pending == Pending::kNothing) {
+      tree.acceptance[v] = visit.state.inflow;
+    } else {
+      nodes->wait(v, pending);
+    }
+  }
+}
+
 // ---- the end ---
 
-// What is below a node that nothing flows into has nothing either.
-SPECDEC_HD void drain(const VerifyTreeParams& p, const Tree& tree) {
-  for (int64_t v = 1; v < tree.count; ++v) {
-    const bool below = tree.inflow[tree_parent(p, tree.b, v)] == 0.0;
-    if (below && tree.inflow[v] == kNotLookedAt) tree.inflow[v] = 0.0;
-    if (tree.inflow[v] == 0.0) tree.acceptance[v] = 0.0;
-  }
+// Whether the coin of a node v > 0 accepts. The root always does.
+SPECDEC_HD bool accepts_node(const VerifyTreeParams& p, const Request& r, const Tree& tree,
+                             int64_t v) {
+  return tree.acceptance[v] >= 0.0 && tree_coin(p, r, v) < tree.acceptance[v];
 }
 
-SPECDEC_HD int64_t first_leaf(const Tree& tree, int64_t v) {
-  while (tree.first_child[v] >= 0) v = tree.first_child[v];
-  return v;
-}
-
-// The first node in post-order whose coin accepts; the root always does.
-SPECDEC_HD int64_t find_winner(const VerifyTreeParams& p, const Request& r, const Tree& tree) {
-  int64_t v = first_leaf(tree, 0);
+// Marks the way from the root to a node that may win. Threads may mark ways side by side: whoever
+// finds a part marked leaves the rest to the one who did.
+SPECDEC_HD void mark_way(const VerifyTreeParams& p, const Tree& tree, int64_t v) {
   while (v > 0) {
-    if (tree.acceptance[v] >= 0.0 && tree_coin(p, r, v) < tree.acceptance[v]) return v;
-    v = tree.next_sibling[v] >= 0 ? first_leaf(tree, tree.next_sibling[v]) : tree_parent(p, r.b, v);
+    const int64_t parent = tree_parent(p, tree.b, v);
+    if (lower(&tree.way[parent], static_cast<int32_t>(v)) != kNoWay) return;
+    v = parent;
   }
-  return 0;
+}
+
+// Of the nodes that ways were marked to, the first in post-order.
+SPECDEC_HD int64_t find_winner(const Tree& tree) {
+  int64_t v = 0;
+  while (tree.way[v] != kNoWay) v = tree.way[v];
+  return v;
 }
 
 // The extra token comes from the winner's residual, or its law where no child was tried.
@@ -412,28 +496,43 @@ SPECDEC_HD void finish_tree(const Tree& tree, const NodeVisit& v, const LawRow& 
   r->draw.mass = v.mass;
 }
 
-// Everything but the extra token.
-SPECDEC_HD void write_tree(const VerifyTreeParams& p, const Request& r, const Tree& tree,
-                           int64_t winner) {
-  const int64_t first = r.b * p.nodes;
-  const int64_t depth = depth_of(p, r.b, winner);
-  for (int64_t v = 0; v < p.nodes; ++v) {
-    p.out_tokens[first + v] = p.path[first + v] = -1;
-    p.logprobs[first + v] = NAN;
-    const bool known = tree.valid && v > 0 && v < tree.count && tree.acceptance[v] >= 0.0;
-    p.accept_probs[first + v] = known ? static_cast<float>(tree.acceptance[v]) : NAN;
+// What accept_probs say of a node. Under traversal, what is below a node that nothing flows into
+// has nothing either.
+SPECDEC_HD float reported_acceptance(const VerifyTreeParams& p, const Tree& tree, int64_t v) {
+  if (!tree.valid || v >= tree.count) return NAN;
+  if (v == 0) return 1.0f;
+  if (tree.acceptance[v] >= 0.0) return static_cast<float>(tree.acceptance[v]);
+  if (p.rule != TreeRule::kTraversal) return NAN;
+  while (v > 0 && tree.inflow[v] == kNotLookedAt) v = tree_parent(p, tree.b, v);
+  return tree.inflow[v] == 0.0 ? 0.0f : NAN;
+}
+
+// What is said of all nodes, and of what is not accepted. Threads that share the work take every
+// `step`-th place from `first` on.
+SPECDEC_HD void write_nodes(const VerifyTreeParams& p, const Tree& tree, int64_t first = 0,
+                            int64_t step = 1) {
+  for (int64_t v = first; v < p.nodes; v += step) {
+    const int64_t place = tree.b * p.nodes + v;
+    p.out_tokens[place] = p.path[place] = -1;
+    p.logprobs[place] = NAN;
+    p.accept_probs[place] = reported_acceptance(p, tree, v);
   }
-  if (tree.valid) p.accept_probs[first] = 1.0f;
-  int64_t v = winner;
-  for (int64_t k = depth - 1; k >= 0; --k) {
-    p.path[first + k] = v;
-    p.out_tokens[first + k] = tree_token(p, r.b, v);
-    p.logprobs[first + k] = tree.log_p[v];
-    v = tree_parent(p, r.b, v);
+}
+
+// After write_nodes: everything else but the extra token. Returns the number of accepted tokens.
+SPECDEC_HD int64_t write_path(const VerifyTreeParams& p, const Request& r, const Tree& tree) {
+  const int64_t first = r.b * p.nodes;
+  int64_t depth = 0;
+  for (int32_t v = tree.way[0]; v != kNoWay; v = tree.way[v]) {
+    p.path[first + depth] = v;
+    p.out_tokens[first + depth] = tree_token(p, r.b, v);
+    p.logprobs[first + depth] = tree.log_p[v];
+    ++depth;
   }
   p.num_accepted[r.b] = static_cast<int32_t>(depth);
   p.status[r.b] = r.status;
   if (!r.has_target_law) p.out_tokens[first + depth] = 0;
+  return depth;
 }
 
 SPECDEC_HD void write_tree_token(const VerifyTreeParams& p, int64_t b, int64_t accepted,

@@ -123,7 +123,4 @@ extern "C" __attribute__((visibility("default"))) const char* specdec_cpu_varian
       "baseline";
 }
 
-SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
-  specdec::implement_operators<specdec::Cpu>(m);
-  specdec::implement_tree_operators<specdec::Cpu>(m);
-}
+SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) { specdec::implement_operators<specdec::Cpu>(m); }

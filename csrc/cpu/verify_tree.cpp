@@ -33,28 +33,20 @@ class Slice {
         jobs(n),
         laws_(2 * n * p.nodes),
         visits_(n * p.nodes),
-        links_(3 * n * p.nodes),
-        tokens_(2 * n * p.nodes),
-        numbers_(2 * n * p.nodes),
+        links_(TreeMemory::kLinks * n * p.nodes),
+        tokens_(TreeMemory::kTokens * n * p.nodes),
+        numbers_(TreeMemory::kNumbers * n * p.nodes),
         log_p_(n * p.nodes) {
+    const TreeMemory memory{links_.data(), tokens_.data(), numbers_.data(), log_p_.data()};
     for (int64_t k = 0; k < n; ++k) {
       Job& job = jobs[k];
       const int64_t first = k * p.nodes;
-      Tree& tree = job.tree;
-      tree = Tree{};
-      tree.first_child = links_.data() + 3 * first;
-      tree.next_sibling = tree.first_child + p.nodes;
-      tree.first_slot = tree.next_sibling + p.nodes;
-      tree.tried = tokens_.data() + 2 * first;
-      tree.aside = tree.tried + p.nodes;
-      tree.inflow = numbers_.data() + 2 * first;
-      tree.acceptance = tree.inflow + p.nodes;
-      tree.log_p = log_p_.data() + first;
+      job.tree = tree_in(memory, p.nodes, k);
       job.targets = laws_.data() + 2 * first;
       job.drafts = job.targets + p.nodes;
       job.visits = visits_.data() + first;
       job.winner = 0;
-      job.request = open_tree(p, begin + k, &tree);
+      job.request = open_tree(p, begin + k, &job.tree);
     }
   }
   int64_t count;
@@ -126,40 +118,24 @@ void find_sums(const ThreadPool& pool, const Slice& slice, const Waiting* waitin
 
 // ---- traversal ---
 
-void begin_node(const VerifyTreeParams& p, const Job& job, int64_t v) {
-  const double inflow = v == 0 ? 1.0 : job.tree.inflow[v];
-  job.visits[v] =
-      begin_visit(p, job.request, job.tree, v, inflow, job.targets[v], job.drafts[v], -1);
-}
-
-// Takes a node as far as it goes without a sum over the vocabulary, and with it whatever is below
-// it that something flows into. `stack` holds N nodes.
-int64_t flow_down(const VerifyTreeParams& p, int64_t k, Job* job, int64_t node, int32_t* stack,
-                  Waiting* waiting) {
+// The nodes of a job while they flow down; lists the visits that wait.
+struct Flow {
+  const Job& job;
+  int64_t k;  // the job's number
+  Waiting* waiting;
+  NodeVisit* visits;
   int64_t num_waiting = 0;
-  int64_t height = 0;
-  stack[height++] = static_cast<int32_t>(node);
-  while (height > 0) {
-    const int32_t v = stack[--height];
-    NodeVisit* visit = &job->visits[v];
-    const int32_t from = visit->child;
-    const Pending pending =
-        advance(p, &job->request, job->tree, false, job->targets[v], job->drafts[v], visit);
-    // The child that waits for its own law has no inflow yet.
-    const int32_t end =
-        pending == Pending::kMass ? job->tree.next_sibling[visit->child] : visit->child;
-    for (int32_t c = from; c != end; c = job->tree.next_sibling[c]) {
-      if (!(job->tree.inflow[c] > 0.0)) continue;
-      begin_node(p, *job, c);
-      stack[height++] = c;
-    }
-    if (pending == Pending::kNothing) {
-      job->tree.acceptance[v] = visit->state.inflow;
-    } else {
-      waiting[num_waiting++] = {{k, v}, pending};
-    }
-  }
-  return num_waiting;
+
+  const LawRow& target(int64_t v) const { return job.targets[v]; }
+  const LawRow& draft(int64_t v) const { return job.drafts[v]; }
+  void wait(int64_t v, Pending pending) { waiting[num_waiting++] = {{k, v}, pending}; }
+};
+
+// Returns how many visits wait afterwards.
+int64_t flow_on(const VerifyTreeParams& p, Job* job, int64_t k, int64_t node, Waiting* waiting) {
+  Flow flow{*job, k, waiting, job->visits};
+  flow_down(p, &job->request, job->tree, &flow, node);
+  return flow.num_waiting;
 }
 
 void traverse(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
@@ -174,28 +150,29 @@ void traverse(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
   find_laws(p, pool, *slice, places.data(), num_places);
 
   Buffer<Waiting> waiting(n * p.nodes), next(n * p.nodes);
-  Buffer<int32_t> stack(p.nodes);
   int64_t num_waiting = 0;
   for (int64_t k = 0; k < n; ++k) {
     Job& job = slice->jobs[k];
-    begin_node(p, job, 0);
-    num_waiting += flow_down(p, k, &job, 0, stack.data(), waiting.data() + num_waiting);
+    job.visits[0] =
+        begin_visit(p, job.request, job.tree, 0, 1.0, job.targets[0], job.drafts[0], -1);
+    num_waiting += flow_on(p, &job, k, 0, waiting.data() + num_waiting);
   }
   while (num_waiting > 0) {
     find_sums(pool, *slice, waiting.data(), num_waiting);
     int64_t still = 0;
     for (int64_t i = 0; i < num_waiting; ++i) {
       const Place place = waiting[i].place;
-      still += flow_down(p, place.job, &slice->jobs[place.job], place.node, stack.data(),
-                         next.data() + still);
+      still += flow_on(p, &slice->jobs[place.job], place.job, place.node, next.data() + still);
     }
     for (int64_t i = 0; i < still; ++i) waiting[i] = next[i];
     num_waiting = still;
   }
   for (int64_t k = 0; k < n; ++k) {
     Job& job = slice->jobs[k];
-    drain(p, job.tree);
-    job.winner = find_winner(p, job.request, job.tree);
+    for (int64_t v = 1; v < job.tree.count; ++v) {
+      if (accepts_node(p, job.request, job.tree, v)) mark_way(p, job.tree, v);
+    }
+    job.winner = find_winner(job.tree);
   }
 }
 
@@ -264,6 +241,7 @@ void walk(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
     num_active = still;
     find_sums(pool, *slice, waiting.data(), num_waiting);
   }
+  for (int64_t k = 0; k < n; ++k) mark_way(p, slice->jobs[k].tree, slice->jobs[k].winner);
 }
 
 // ---- outputs ---
@@ -276,8 +254,7 @@ void write_raw_logprobs(const VerifyTreeParams& p, const ThreadPool& pool, const
   for (int64_t k = 0; k < slice.count; ++k) {
     const Job& job = slice.jobs[k];
     const int64_t b = job.request.b;
-    const int64_t depth = depth_of(p, b, job.winner);
-    for (int64_t i = 0; i <= depth; ++i) {
+    for (int64_t i = 0; i <= p.num_accepted[b]; ++i) {
       const int64_t v = i == 0 ? 0 : p.path[b * p.nodes + i - 1];
       tasks[n] = LawTask(target_row(p, b, v), Filters{});
       places[n++] = b * p.nodes + i;
@@ -307,10 +284,9 @@ void verify_slice(const VerifyTreeParams& p, const ThreadPool& pool, int64_t beg
   draw_tokens(pool, draws.data(), n);
   for (int64_t k = 0; k < n; ++k) {
     const Job& job = slice.jobs[k];
-    write_tree(p, job.request, job.tree, job.winner);
-    if (job.request.has_target_law) {
-      write_tree_token(p, job.request.b, depth_of(p, job.request.b, job.winner), draws[k]);
-    }
+    write_nodes(p, job.tree);
+    const int64_t accepted = write_path(p, job.request, job.tree);
+    if (job.request.has_target_law) write_tree_token(p, job.request.b, accepted, draws[k]);
   }
   if (p.raw_logprobs) write_raw_logprobs(p, pool, slice);
 }

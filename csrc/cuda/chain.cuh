@@ -107,16 +107,6 @@ __device__ RowTask row_task(const VerifyParams& p, const Request& r, int64_t slo
   return task;
 }
 
-// Block k of a launch of [units, splits] blocks.
-struct Unit {
-  int64_t index;
-  int64_t split;
-};
-
-__device__ Unit this_unit(int64_t splits) {
-  return {static_cast<int64_t>(blockIdx.x) / splits, static_cast<int64_t>(blockIdx.x) % splits};
-}
-
 // Scans this block's share of a row, unless nobody asks for it.
 template <bool kMasked>
 __device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, int64_t split,
@@ -195,10 +185,7 @@ __device__ void close_decision(const VerifyParams& p, const Scratch& s, Request*
   if (split == 0) {
     write_accepted(p, *r, threadIdx.x, kThreads);
     if (threadIdx.x == 0) {
-      if (r->draw.target_law.valid && !needs_draw(r->draw)) {  // known already
-        if (r->draw.target_law.point_mass) r->draw.token = r->draw.target_law.argmax;
-        write_extra_token(p, r->b, r->accepted, r->draw);
-      }
+      if (knows_token(&r->draw)) write_extra_token(p, r->b, r->accepted, r->draw);
       s.outcomes[r->b] = {r->accepted, r->draw};
     }
   }

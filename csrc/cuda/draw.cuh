@@ -14,19 +14,23 @@ namespace specdec {
 namespace cuda {
 
 // Weights of this thread's entries of a tile, under the target's law or the residual. kMapped: the
-// draft may have a reduced vocabulary.
-template <Layout kLayout, bool kMapped>
+// draft may have a reduced vocabulary. kTree: there may be lists of tokens, and a draft's law in
+// the place of the target's.
+template <Layout kLayout, bool kMapped, bool kTree>
 __device__ __forceinline__ void tile_weights(const DrawTask& task, bool residual, int64_t tile,
                                              float* w) {
   const bool has_draft = residual && task.draft.data != nullptr;
   RawTile target_raw, draft_raw;
-  load_tile<kLayout>(task.target, tile, &target_raw);
+  load_tile<kLayout, kMapped && kTree>(task.target, tile, &target_raw);
   if (has_draft) load_tile<kLayout, kMapped>(task.draft, tile, &draft_raw);
   widen_tile<kLayout>(task.target, tile, target_raw, w);
   if (residual) exclude<kLayout>(task.target, tile, task.excluded, w);
-  const ExpWeight target_weight(task.target_law);
+  if (kTree && residual) exclude_all<kLayout>(task.target, tile, task.tried, w);
+  if (!kTree || !task.target_law.linear) {
+    const ExpWeight target_weight(task.target_law);
 #pragma unroll
-  for (int j = 0; j < kPerThread; ++j) w[j] = target_weight(w[j]);
+    for (int j = 0; j < kPerThread; ++j) w[j] = target_weight(w[j]);
+  }
   if (!residual) return;
   const float target_scale = static_cast<float>(task.coefficients.target / task.target_law.z);
 #pragma unroll
@@ -34,6 +38,7 @@ __device__ __forceinline__ void tile_weights(const DrawTask& task, bool residual
   if (!has_draft) return;
   float q[kPerThread];
   widen_tile<kLayout>(task.draft, tile, draft_raw, q);
+  if (kTree) exclude_all<kLayout>(task.draft, tile, task.no_draft, q);
   if (!task.draft_law.linear) {
     const ExpWeight draft_weight(task.draft_law);
 #pragma unroll
@@ -45,11 +50,12 @@ __device__ __forceinline__ void tile_weights(const DrawTask& task, bool residual
 }
 
 // Writes out[t - first], the residual's mass in tile t of [first, last). Collective over the block.
+template <bool kTree = false>
 __device__ inline void residual_mass_tiles(const DrawTask& task, int64_t first, int64_t last,
                                            double* out) {
   sum_each_tile(first, last, out, [&](int64_t tile) {
     float w[kPerThread];
-    tile_weights<Layout::kStriped, true>(task, true, tile, w);
+    tile_weights<Layout::kStriped, true, kTree>(task, true, tile, w);
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) sums[j % 4] += w[j];
@@ -64,8 +70,15 @@ __device__ __forceinline__ double sum_tiles(const double* values, int64_t n) {
   return warp_sum(sum);
 }
 
+// Sets a token that takes no pass over the vocabulary. Whether there is one.
+__device__ __forceinline__ bool knows_token(DrawTask* task) {
+  if (!task->target_law.valid || needs_draw(*task)) return false;
+  if (task->target_law.point_mass) task->token = task->target_law.argmax;
+  return true;
+}
+
 // What is drawn from: the law, or the residual in units of 1 / unit.
-template <bool kMapped>
+template <bool kMapped, bool kTree>
 struct DrawWeights {
   const DrawTask& task;
   bool residual;
@@ -73,7 +86,7 @@ struct DrawWeights {
 
   template <Layout kLayout>
   __device__ __forceinline__ void at_tile(int64_t tile, float* w) const {
-    tile_weights<kLayout, kMapped>(task, residual, tile, w);
+    tile_weights<kLayout, kMapped, kTree>(task, residual, tile, w);
   }
   __device__ __forceinline__ uint64_t fixed(float weight) const {
     return residual ? fixed_weight(weight, unit) : fixed_weight(weight);
@@ -157,13 +170,13 @@ __device__ __forceinline__ int64_t find_entry(const Weights& weights, const Plac
 // one block, with task->token set. The caller has seen to needs_draw(*task); `task` is shared and
 // what it holds is known to all threads. `mass`: of the residual, from sum_tiles; not read without
 // one.
-template <bool kMapped>
+template <bool kMapped, bool kTree = false>
 __device__ inline bool draw(DrawTask* task, double mass, uint64_t* tile_sums, uint32_t* counter,
                             int64_t split, int64_t splits) {
   const int64_t tiles = num_tiles(task->target.vocab);
   // No residual mass, by rounding or because p = q: the target's own law is what is left.
   const bool residual = task->residual && mass > 0.0;
-  DrawWeights<kMapped> weights{*task, residual, residual ? residual_unit(mass) : 0.0};
+  DrawWeights<kMapped, kTree> weights{*task, residual, residual ? residual_unit(mass) : 0.0};
   const Share share = share_of(tiles, split, splits);
   fixed_sum_tiles(weights, share.first, share.last, tile_sums + share.first);
   if (!is_last_block(counter, splits)) return false;

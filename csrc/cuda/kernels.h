@@ -17,6 +17,7 @@ struct Gpu {
 void row_law(const RowLawParams&, const Gpu&);
 void sample(const SampleParams&, const Gpu&);
 void verify(const VerifyParams&, const Gpu&);
+void verify_tree(const VerifyTreeParams&, const Gpu&);
 void acceptance(const AcceptanceParams&, const Gpu&);
 void uniforms(const UniformsParams&, const Gpu&);
 void tree_mask(const TreeMaskParams&, const Gpu&);

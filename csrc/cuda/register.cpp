@@ -49,6 +49,7 @@ struct Cuda {
   static void row_law(const RowLawCall& call) { run<cuda::row_law>(call); }
   static void sample(const SampleCall& call) { run<cuda::sample>(call); }
   static void verify(const VerifyCall& call) { run<cuda::verify>(call); }
+  static void verify_tree(const VerifyTreeCall& call) { run<cuda::verify_tree>(call); }
   static void acceptance(const AcceptanceCall& call) { run<cuda::acceptance>(call); }
   static void uniforms(const UniformsCall& call) { run<cuda::uniforms>(call); }
   static void tree_mask(const TreeMaskCall& call) { run<cuda::tree_mask>(call); }

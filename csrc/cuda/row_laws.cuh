@@ -1,4 +1,4 @@
-// The laws of all rows of an operator: what row_law, sample and acceptance share.
+// The laws of all rows of an operator: what row_law, sample, acceptance and verify_tree share.
 //
 // Rows is a functor that travels to the device: FilteredRow rows(r) is row r of `count`, and
 // rows.p.mask the mask that all of them have or lack.
@@ -22,7 +22,7 @@ struct LawScratch {
   int64_t tiles = 0;
   TileSummary* summaries = nullptr;  // [count, tiles]
   float* group_max = nullptr;        // [count, tiles, kTileGroups], with filters
-  RowLaw* laws = nullptr;            // [count], with filters
+  RowLaw* laws = nullptr;            // [count], if finished
   uint32_t* counters = nullptr;      // [count], all 0 after scan_rows
 };
 
@@ -33,20 +33,21 @@ struct LawReservation {
   Reserved<uint32_t> counters;
 };
 
-LawReservation reserve_laws(Workspace* workspace, int64_t count, int64_t tiles, bool filters) {
+// Filters take a launch of their own to finish the laws; `finished` asks for it in any case.
+LawReservation reserve_laws(Workspace* workspace, int64_t count, int64_t tiles, bool filters,
+                            bool finished = false) {
   return {workspace->reserve<TileSummary>(count * tiles),
           workspace->reserve<float>(filters ? count * tiles * kTileGroups : 0),
-          workspace->reserve<RowLaw>(filters ? count : 0), workspace->reserve<uint32_t>(count)};
+          workspace->reserve<RowLaw>(filters || finished ? count : 0),
+          workspace->reserve<uint32_t>(count)};
 }
 
 LawScratch laws_at(const Workspace& workspace, const LawReservation& reserved, int64_t count,
-                   int64_t tiles, bool filters) {
+                   int64_t tiles, bool filters, bool finished = false) {
   LawScratch s{count,   tiles,   workspace.at(reserved.summaries),
                nullptr, nullptr, workspace.at(reserved.counters)};
-  if (filters) {
-    s.group_max = workspace.at(reserved.group_max);
-    s.laws = workspace.at(reserved.laws);
-  }
+  if (filters) s.group_max = workspace.at(reserved.group_max);
+  if (filters || finished) s.laws = workspace.at(reserved.laws);
   return s;
 }
 

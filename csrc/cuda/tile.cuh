@@ -20,11 +20,22 @@ static_assert(kPerThread % kVector == 0, "a thread takes whole vectors");
 // Blocks that a multiprocessor shall hold at once, for __launch_bounds__.
 constexpr int kBlocksAt64Registers = 1024 / kThreads;
 constexpr int kBlocksAt80Registers = 768 / kThreads;
+constexpr int kBlocksAt128Registers = 512 / kThreads;
 
 constexpr int kTileGroups = static_cast<int>(kTile) / kGroup;
 
 // ---- who takes which tiles
 // ------------------------------------------------------------------------
+
+// Block k of a launch of [units, splits] blocks.
+struct Unit {
+  int64_t index;
+  int64_t split;
+};
+
+__device__ __forceinline__ Unit this_unit(int64_t splits) {
+  return {static_cast<int64_t>(blockIdx.x) / splits, static_cast<int64_t>(blockIdx.x) % splits};
+}
 
 struct Share {
   int64_t first, last;
@@ -35,10 +46,12 @@ __device__ __forceinline__ Share share_of(int64_t tiles, int64_t split, int64_t 
   return {tiles * split / splits, tiles * (split + 1) / splits};
 }
 
+// About as many blocks as fill a chip.
+constexpr int64_t kChipBlocks = 2048;
+
 // How many blocks share each of `units` rows of `tiles` tiles: one tile a block until the chip is
 // full, then several, so that a block's first loads and last sums are paid for less often.
 inline int64_t splits_for(int64_t units, int64_t tiles) {
-  constexpr int64_t kChipBlocks = 2048;
   constexpr int64_t kMostTiles = 8;
   int64_t each = units * tiles / kChipBlocks;
   each = each < 1 ? 1 : each > kMostTiles ? kMostTiles : each;
@@ -176,6 +189,12 @@ __device__ __forceinline__ void exclude(const Row& row, int64_t tile, int64_t to
       if (in_vector == j) x[s * kVector + j] = nothing(row);
     }
   }
+}
+
+template <Layout kLayout>
+__device__ __forceinline__ void exclude_all(const Row& row, int64_t tile, const TokenList& list,
+                                            float* x) {
+  for (int64_t i = 0; i < list.count; ++i) exclude<kLayout>(row, tile, list.tokens[i], x);
 }
 
 // ---- weights

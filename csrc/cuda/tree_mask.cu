@@ -3,33 +3,14 @@
 // Grid: a block a request, its nodes over the threads. Reads a parent and writes
 // 8 + 8 ceil(N/64) bytes a node. A thread walks from its node to the root in shared memory; the
 // nodes on the way descend, so that it fills one word after the other.
-#include "../core/topology.h"
-#include "block.cuh"
 #include "kernels.h"
-#include "launch.cuh"
+#include "topology.cuh"
 
 namespace specdec {
 namespace cuda {
 namespace {
 
 using namespace SPECDEC_CPU_ISA;
-
-// The parents in shared memory; gives tree_size of core/topology.h.
-__device__ int64_t load_tree(const TreeMaskParams& p, int64_t b, int16_t* parents) {
-  bool legal = true;
-  int children = 0, last = 0;
-  for (int v = static_cast<int>(threadIdx.x); v < p.nodes; v += kThreads) {
-    const int64_t parent = load_id(p.parents, b, v);
-    legal = legal && is_legal_node(v, parent);
-    children += parent >= 0;
-    if (parent >= 0) last = v;
-    parents[v] = static_cast<int16_t>(parent);
-  }
-  legal = block_all(legal);
-  children = block_sum(children);
-  last = block_max(last);
-  return legal && children == last ? children + 1 : 0;
-}
 
 __device__ void write_node(const TreeMaskParams& p, int64_t b, int v, bool padding,
                            const int16_t* parents) {

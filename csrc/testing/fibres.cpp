@@ -71,7 +71,6 @@ enum class State : int8_t { kRunnable, kAtBlock, kAtWarp, kReturned };
 struct Fibre {
   Stack stack;
   Place place;
-  bool started = false;
   State state = State::kReturned;
   uint32_t mask = 0;  // of the warp meeting it waits for
   Site site{"", "", 0};
@@ -79,19 +78,46 @@ struct Fibre {
   void* mine = nullptr;
 };
 
-// ---- the block that runs ------------------------------------------------------------------------
+// ---- the blocks that are under way --------------------------------------------------------------
 
-struct Machine {
-  std::mutex one_launch_at_a_time;
+// At most so many.
+constexpr size_t kResidents = 3;
+
+// One of so many occasions to let other blocks go on is taken.
+constexpr uint32_t kSeldom = 4;
+
+// After so many naps in a launch nobody will come.
+constexpr int64_t kMostNaps = 100000;
+
+// All shared variables of this library: its thread-local storage and nothing else.
+struct SharedMemory {
+  void* begin = nullptr;
+  size_t bytes = 0;
+};
+
+struct Block {
   std::vector<std::unique_ptr<Fibre>> fibres;
-  std::vector<int> runnable;      // in no order
-  std::vector<void*> brought;     // to the meeting that is about to be held
-  std::vector<uint32_t> at_warp;  // lanes that wait for others of their warp, warp by warp
-  Place caller;
-  int threads = 0;
+  std::vector<int> runnable;          // in no order
+  std::vector<uint32_t> at_warp;      // lanes that wait for others of their warp, warp by warp
+  std::vector<unsigned char> shared;  // its shared memory while others run, once it has begun
+  int64_t index = 0;
   int current = 0;
   int at_block = 0;
   int returned = 0;
+  bool under_way = false;
+};
+
+struct Machine {
+  std::mutex one_launch_at_a_time;
+  std::vector<Block> residents;
+  Block* block = nullptr;      // the one that runs
+  std::vector<void*> brought;  // to the meeting that is about to be held
+  Place caller;
+  SharedMemory shared;
+  int threads = 0;
+  int64_t left = 0;  // blocks that have not begun
+  int64_t naps = 0;
+  bool suspended = false;  // the block that runs lets others go on
   void (*thread)(const void*) = nullptr;
   const void* context = nullptr;
   int lost = -1;
@@ -113,47 +139,49 @@ uint32_t random_below(Machine* m, uint32_t n) {
 
 // Gives the processor to some runnable thread or, where there is none, back to run_block.
 void run_another(Machine* m) {
-  Place* from = &m->fibres[m->current]->place;
-  const auto n = static_cast<uint32_t>(m->runnable.size());
-  if (n == 0 || !m->error.empty()) return change(from, &m->caller);
+  Block* block = m->block;
+  Place* from = &block->fibres[block->current]->place;
+  const auto n = static_cast<uint32_t>(block->runnable.size());
+  if (n == 0 || m->suspended || !m->error.empty()) return change(from, &m->caller);
   const uint32_t pick = random_below(m, n);
-  const int next = m->runnable[pick];
-  m->runnable[pick] = m->runnable[n - 1];
-  m->runnable.pop_back();
-  if (next == m->current) return;
-  m->current = next;
+  const int next = block->runnable[pick];
+  block->runnable[pick] = block->runnable[n - 1];
+  block->runnable.pop_back();
+  if (next == block->current) return;
+  block->current = next;
   threadIdx.x = static_cast<unsigned>(next);
-  change(from, &m->fibres[next]->place);
+  change(from, &block->fibres[next]->place);
 }
 
 // A fibre's life: a thread of a block, and when all have returned, one of the next block.
 void live() {
   Machine& m = the_machine;
-  const int self = m.current;
-  change(&m.fibres[self]->place, &m.caller);
+  Block* const block = m.block;
+  const int self = block->current;
+  change(&block->fibres[self]->place, &m.caller);
   for (;;) {
     try {
       if (self != m.lost) m.thread(m.context);
     } catch (const std::exception& e) {
       m.error = e.what();
     }
-    m.fibres[self]->state = State::kReturned;
-    ++m.returned;
+    block->fibres[self]->state = State::kReturned;
+    ++block->returned;
     run_another(&m);
   }
 }
 
-void start(Machine* m, int index) {
-  Fibre& fibre = *m->fibres[index];
+void start(Machine* m, Block* block, int index) {
+  Fibre& fibre = *block->fibres[index];
   ucontext_t context;
   getcontext(&context);
   context.uc_stack.ss_sp = fibre.stack.bottom();
   context.uc_stack.ss_size = kStackBytes;
   context.uc_link = nullptr;
   makecontext(&context, live, 0);
-  m->current = index;
+  m->block = block;
+  block->current = index;
   change(&m->caller, &context);
-  fibre.started = true;
 }
 
 // ---- meetings -----------------------------------------------------------------------------------
@@ -175,7 +203,7 @@ void check_same_place(const Fibre& a, const Fibre& b) {
 }
 
 void wait(Machine* m, State state, Site site, Combine combine, void* mine, uint32_t mask) {
-  Fibre& fibre = *m->fibres[m->current];
+  Fibre& fibre = *m->block->fibres[m->block->current];
   fibre.state = state;
   fibre.site = site;
   fibre.combine = combine;
@@ -183,66 +211,63 @@ void wait(Machine* m, State state, Site site, Combine combine, void* mine, uint3
   fibre.mask = mask;
 }
 
-void release(Machine* m, int index) {
-  m->fibres[index]->state = State::kRunnable;
-  m->runnable.push_back(index);
+void release(Block* block, int index) {
+  block->fibres[index]->state = State::kRunnable;
+  block->runnable.push_back(index);
 }
 
 void hold_block_meeting(Machine* m, Combine combine) {
-  const Fibre& last = *m->fibres[m->current];
+  Block* block = m->block;
+  const Fibre& last = *block->fibres[block->current];
   for (int i = 0; i < m->threads; ++i) {
-    check_same_place(*m->fibres[i], last);
-    m->brought[i] = m->fibres[i]->mine;
+    check_same_place(*block->fibres[i], last);
+    m->brought[i] = block->fibres[i]->mine;
   }
   if (combine != nullptr) combine(m->brought.data(), m->threads);
-  m->at_block = 0;
-  for (int i = 0; i < m->threads; ++i) release(m, i);
+  block->at_block = 0;
+  for (int i = 0; i < m->threads; ++i) release(block, i);
 }
 
 void hold_warp_meeting(Machine* m, int first, uint32_t mask, Combine combine) {
-  const Fibre& last = *m->fibres[m->current];
+  Block* block = m->block;
+  const Fibre& last = *block->fibres[block->current];
   for (int lane = 0; lane < kWarpLanes; ++lane) {
     m->brought[lane] = nullptr;
     if ((mask >> lane & 1) == 0) continue;
-    const Fibre& fibre = *m->fibres[first + lane];
+    const Fibre& fibre = *block->fibres[first + lane];
     check_same_place(fibre, last);
     if (fibre.mask != mask) fail("lanes that should meet gave different masks");
     m->brought[lane] = fibre.mine;
   }
   if (combine != nullptr) combine(m->brought.data(), kWarpLanes);
-  m->at_warp[first / kWarpLanes] &= ~mask;
+  block->at_warp[first / kWarpLanes] &= ~mask;
   for (int lane = 0; lane < kWarpLanes; ++lane) {
-    if ((mask >> lane & 1) != 0) release(m, first + lane);
+    if ((mask >> lane & 1) != 0) release(block, first + lane);
   }
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
 
 // "31 threads wait: __syncthreads at draw.cuh:57; 1 returned" once nobody can go on.
-std::string describe_deadlock(const Machine& m) {
+std::string describe_deadlock(const Block& block) {
   std::ostringstream out;
   out << "threads wait for others that never come: ";
-  std::vector<bool> told(m.threads, false);
-  for (int i = 0; i < m.threads; ++i) {
-    if (told[i] || m.fibres[i]->state == State::kReturned) continue;
+  const int threads = static_cast<int>(block.fibres.size());
+  std::vector<bool> told(threads, false);
+  for (int i = 0; i < threads; ++i) {
+    const Fibre& first = *block.fibres[i];
+    if (told[i] || first.state == State::kReturned) continue;
     int count = 0;
-    for (int j = i; j < m.threads; ++j) {
-      if (m.fibres[j]->state != m.fibres[i]->state || !same_place(*m.fibres[i], *m.fibres[j]))
-        continue;
+    for (int j = i; j < threads; ++j) {
+      if (block.fibres[j]->state != first.state || !same_place(first, *block.fibres[j])) continue;
       told[j] = true;
       ++count;
     }
-    out << count << " in " << describe(m.fibres[i]->site) << "; ";
+    out << count << " in " << describe(first.site) << "; ";
   }
-  out << m.returned << " returned";
+  out << block.returned << " returned";
   return out.str();
 }
-
-// All shared variables of this library: its thread-local storage and nothing else.
-struct SharedMemory {
-  void* begin = nullptr;
-  size_t bytes = 0;
-};
 
 thread_local char shared_anchor;
 
@@ -267,29 +292,52 @@ SharedMemory shared_memory() {
   return found;
 }
 
-void run_block(Machine* m, int64_t block, const SharedMemory& shared) {
+void begin(Machine* m, Block* block, int64_t index) {
+  block->shared.clear();
+  block->index = index;
+  block->runnable.clear();
+  block->at_warp.assign((m->threads + kWarpLanes - 1) / kWarpLanes, 0);
+  block->at_block = block->returned = 0;
+  for (int i = 0; i < m->threads; ++i) release(block, i);
+  block->under_way = true;
+}
+
+// Runs a block until it ends or lets others go on. At its beginning shared memory holds nothing
+// useful.
+void run_block(Machine* m, Block* block) {
+  const SharedMemory& shared = m->shared;
   static constexpr unsigned char kPoison[] = {0xFF, 0x7F, 0xCD, 0x01};
-  memset(shared.begin, kPoison[random_below(m, sizeof kPoison)], shared.bytes);
-  blockIdx.x = static_cast<unsigned>(block);
-  m->runnable.clear();
-  m->at_warp.assign((m->threads + kWarpLanes - 1) / kWarpLanes, 0);
-  m->at_block = m->returned = 0;
-  for (int i = 0; i < m->threads; ++i) release(m, i);
-  m->current = static_cast<int>(random_below(m, static_cast<uint32_t>(m->threads)));
-  m->runnable[m->current] = m->runnable.back();
-  m->runnable.pop_back();
-  threadIdx.x = static_cast<unsigned>(m->current);
-  change(&m->caller, &m->fibres[m->current]->place);
-  if (m->error.empty() && m->returned < m->threads) m->error = describe_deadlock(*m);
+  if (block->shared.empty()) {
+    memset(shared.begin, kPoison[random_below(m, sizeof kPoison)], shared.bytes);
+  } else {
+    memcpy(shared.begin, block->shared.data(), shared.bytes);
+  }
+  blockIdx.x = static_cast<unsigned>(block->index);
+  const uint32_t pick = random_below(m, static_cast<uint32_t>(block->runnable.size()));
+  m->block = block;
+  m->suspended = false;
+  block->current = block->runnable[pick];
+  block->runnable[pick] = block->runnable.back();
+  block->runnable.pop_back();
+  threadIdx.x = static_cast<unsigned>(block->current);
+  change(&m->caller, &block->fibres[block->current]->place);
+  if (!m->error.empty()) return;
+  if (m->suspended) {
+    const auto* memory = static_cast<const unsigned char*>(shared.begin);
+    block->shared.assign(memory, memory + shared.bytes);
+    return;
+  }
+  block->under_way = false;
+  if (block->returned < m->threads) m->error = describe_deadlock(*block);
 }
 
 // Threads that will never go on leave their stacks as they are: kernels own nothing.
-[[noreturn]] void give_up(Machine* m, const char* kernel, int64_t block) {
+[[noreturn]] void give_up(Machine* m, const char* kernel) {
   m->lost = -1;
   const std::string error =
-      std::string(kernel) + ", block " + std::to_string(block) + ": " + m->error;
+      std::string(kernel) + ", block " + std::to_string(m->block->index) + ": " + m->error;
   m->error.clear();
-  m->fibres.clear();
+  m->residents.clear();
   throw std::runtime_error(error);
 }
 
@@ -298,12 +346,30 @@ void prepare(Machine* m, int64_t blocks, int threads) {
   m->brought.resize(threads > kWarpLanes ? threads : kWarpLanes);
   blockDim = {static_cast<unsigned>(threads), 1, 1};
   gridDim = {static_cast<unsigned>(blocks), 1, 1};
-  while (static_cast<int>(m->fibres.size()) < threads) {
-    m->fibres.push_back(std::make_unique<Fibre>());
+  m->shared = shared_memory();
+  m->left = blocks;
+  m->naps = 0;
+  m->suspended = false;
+  m->residents.resize(kResidents);
+  for (Block& block : m->residents) {
+    while (static_cast<int>(block.fibres.size()) < threads) {
+      block.fibres.push_back(std::make_unique<Fibre>());
+      start(m, &block, static_cast<int>(block.fibres.size()) - 1);
+    }
   }
-  for (int i = 0; i < threads; ++i) {
-    if (!m->fibres[i]->started) start(m, i);
+}
+
+// Some block that is under way, or one that can begin; null if all have ended.
+Block* choose_block(Machine* m) {
+  Block* candidates[kResidents];
+  uint32_t n = 0;
+  bool may_begin = m->left > 0;
+  for (Block& block : m->residents) {
+    if (!block.under_way && !may_begin) continue;
+    may_begin = may_begin && block.under_way;
+    candidates[n++] = &block;
   }
+  return n == 0 ? nullptr : candidates[random_below(m, n)];
 }
 
 // A stride that visits every block once.
@@ -313,6 +379,13 @@ int64_t random_stride(Machine* m, int64_t blocks) {
   return stride;
 }
 
+// The block that runs lets others go on.
+void suspend(Machine* m) {
+  m->suspended = true;
+  release(m->block, m->block->current);
+  run_another(m);
+}
+
 }  // namespace
 
 void fail(const char* what) { throw std::runtime_error(what); }
@@ -320,20 +393,33 @@ void fail(const char* what) { throw std::runtime_error(what); }
 void meet_block(Site site, Combine combine, void* mine) {
   Machine& m = the_machine;
   wait(&m, State::kAtBlock, site, combine, mine, 0);
-  if (++m.at_block == m.threads) hold_block_meeting(&m, combine);
+  if (++m.block->at_block == m.threads) hold_block_meeting(&m, combine);
   run_another(&m);
 }
 
 void meet_warp(uint32_t mask, Site site, Combine combine, void* mine) {
   Machine& m = the_machine;
-  const int lane = m.current % kWarpLanes;
-  const int first = m.current - lane;
+  const int lane = m.block->current % kWarpLanes;
+  const int first = m.block->current - lane;
   if ((mask >> lane & 1) == 0) fail("a lane is not in the mask that it gives");
   wait(&m, State::kAtWarp, site, combine, mine, mask);
-  uint32_t& waiting = m.at_warp[first / kWarpLanes];
+  uint32_t& waiting = m.block->at_warp[first / kWarpLanes];
   waiting |= uint32_t{1} << lane;
   if ((waiting & mask) == mask) hold_warp_meeting(&m, first, mask, combine);
   run_another(&m);
+}
+
+void meet_other_blocks(const void* address) {
+  Machine& m = the_machine;
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  const auto shared = reinterpret_cast<uintptr_t>(m.shared.begin);
+  if (at >= shared && at < shared + m.shared.bytes) return;
+  if (random_below(&m, kSeldom) == 0) suspend(&m);
+}
+
+void wait_for_other_blocks() {
+  if (++the_machine.naps > kMostNaps) fail("blocks wait for each other in vain");
+  suspend(&the_machine);
 }
 
 void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(const void*),
@@ -344,12 +430,16 @@ void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(co
   m.thread = thread;
   m.context = context;
   prepare(&m, blocks, threads);
-  const SharedMemory shared = shared_memory();
   const int64_t stride = random_stride(&m, blocks);
-  int64_t block = random_below(&m, static_cast<uint32_t>(blocks));
-  for (int64_t i = 0; i < blocks; ++i, block = (block + stride) % blocks) {
-    run_block(&m, block, shared);
-    if (!m.error.empty()) give_up(&m, kernel, block);
+  int64_t next = random_below(&m, static_cast<uint32_t>(blocks));
+  while (Block* block = choose_block(&m)) {
+    if (!block->under_way) {
+      begin(&m, block, next);
+      next = (next + stride) % blocks;
+      --m.left;
+    }
+    run_block(&m, block);
+    if (!m.error.empty()) give_up(&m, kernel);
   }
   m.lost = -1;
 }

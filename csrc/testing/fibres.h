@@ -1,10 +1,12 @@
 // Runs CUDA kernels on the host: a test harness for machines without a GPU, never a backend.
 //
-// Every CUDA thread is a fibre with a stack of its own. Blocks run one after the other, in a random
-// order; the threads of a block take turns on one processor, each until it has to wait for others,
-// and whose turn it is next is random, too. So a missing barrier gives a wrong result under some
-// seed, and a barrier that not all threads reach is an error that says where they wait. What cannot
-// be seen: a missing memory fence, since all threads share one processor's view of memory.
+// Every CUDA thread is a fibre with a stack of its own. The threads of a block take turns on one
+// processor, each until it has to wait for others, and whose turn it is next is random, too. So a
+// missing barrier gives a wrong result under some seed, and a barrier that not all threads reach is
+// an error that says where they wait. Blocks begin in a random order, and a few are under way at a
+// time: each goes on until it naps or, now and then, until it comes to a memory fence or past an
+// atomic operation. So blocks that work for each other meet halfway in many ways. What cannot be
+// seen: a missing memory fence, since all threads share one processor's view of memory.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +36,13 @@ void meet_block(Site site, Combine combine, void* mine);
 
 // Waits for the lanes of the caller's warp that are in `mask`.
 void meet_warp(uint32_t mask, Site site, Combine combine, void* mine);
+
+// Lets other blocks go on now and then: before a fence (null), or after an atomic operation on what
+// is not the block's own.
+void meet_other_blocks(const void* address);
+
+// Lets other blocks go on; an error if that has been in vain too often.
+void wait_for_other_blocks();
 
 // Ends the launch with an error.
 [[noreturn]] void fail(const char* what);

@@ -462,6 +462,99 @@ void run_verify(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   check_verify(p);
 }
 
+void check_verify_tree(const VerifyTreeParams& p) {
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t n = p.num_accepted[b];
+    require(n >= 0 && n < p.nodes, "verify_tree: num_accepted out of range");
+    require(p.status[b] >= 0 && p.status[b] < 32, "verify_tree: unknown status bits");
+    require((p.status[b] & kInvalidTree) == 0 || n == 0, "verify_tree: accepted of no tree");
+    const int64_t ids = std::max(p.target.vocab, p.draft.data != nullptr ? p.draft.vocab : 0);
+    int64_t above = 0;
+    for (int64_t k = 0; k < p.nodes; ++k) {
+      const int64_t place = b * p.nodes + k, token = p.out_tokens[place], node = p.path[place];
+      require(k > n ? token == -1 : token >= 0 && token < ids, "verify_tree: token out of range");
+      require(k <= n || std::isnan(p.logprobs[place]), "verify_tree: logprob after the end");
+      require(k < n ? node > above && node < p.nodes : node == -1, "verify_tree: no path");
+      if (k < n) above = node;
+      const float h = p.accept_probs[place];
+      require(std::isnan(h) || (h >= 0.0f && h <= 1.0f), "verify_tree: accept_probs out of range");
+    }
+    require(p.out_tokens[b * p.nodes + n] < p.target.vocab, "verify_tree: no token of the target");
+  }
+}
+
+// Children of earlier nodes, then padding; or, sometimes, no tree.
+IdArray any_parents(Case& c, int64_t batch, int64_t nodes) {
+  int64_t next = 0, size = 1;
+  return c.ids(batch, nodes, [&] {
+    const int64_t v = next++ % nodes;
+    if (v == 0) size = 1 + c.random.below(nodes);
+    if (c.wild && c.random.chance(0.02)) {
+      return c.random.pick<int64_t>({-2, v, nodes, INT32_MAX, INT64_MIN, INT64_MAX});
+    }
+    return v == 0 || v >= size ? int64_t{-1} : c.random.below(v);
+  });
+}
+
+void run_verify_tree(Case& c, const Kernels& kernels, const ThreadPool& pool) {
+  VerifyTreeParams p;
+  p.batch = c.random.below(4);
+  p.nodes = 1 + c.random.below(9);
+  p.rule = static_cast<TreeRule>(c.random.below(5));
+  const int64_t vocab = any_vocab(c.random);
+  p.target = c.any_rows(p.batch, p.nodes, vocab);
+  p.mask = c.mask(p.batch, p.nodes, (vocab + 31) / 32, vocab);
+  int64_t ids = vocab;
+  if (c.random.chance(0.8)) {
+    const int64_t width = c.random.chance(0.5) ? vocab : any_vocab(c.random);
+    p.draft_is_probs = c.random.chance(0.3);
+    p.draft_rows = p.nodes;
+    if (c.random.chance(0.4)) {
+      p.draft_rows = 1 + c.random.below(4);
+      p.draft_row_of = c.ids(p.batch, p.nodes, [&] {
+        return c.wild && c.random.chance(0.1)
+                   ? c.random.pick<int64_t>({-1, p.draft_rows, INT64_MIN, INT64_MAX})
+                   : c.random.below(p.draft_rows);
+      });
+    }
+    p.draft = c.rows(p.batch, p.draft_rows, width, p.draft_is_probs);
+    // As csrc/torch does: the map is dropped where no draft law is read.
+    if (p.rule == TreeRule::kTraversal || p.rule == TreeRule::kRecursive) {
+      p.map = c.map(width, vocab, vocab);
+    }
+    ids = std::max(vocab, width);
+  }
+  p.parents = any_parents(c, p.batch, p.nodes);
+  p.tokens = c.ids(p.batch, p.nodes, [&] {
+    if (c.random.chance(0.05)) return int64_t{-1};
+    if (c.wild && c.random.chance(0.1)) {
+      return c.random.pick<int64_t>({-2, ids, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN});
+    }
+    return c.random.below(ids);
+  });
+  if (c.random.chance(0.8)) {
+    // Mostly one kind beside those that were put there: mixed ones are no tree.
+    const int64_t drawn = c.random.below(4);
+    p.kinds = c.array<int8_t>(p.batch, p.nodes, [&] {
+      return c.wild && c.random.chance(0.05) ? c.random.pick<int64_t>({-1, 1, 2, 3, 4, 127, -128})
+             : c.random.chance(0.7)          ? drawn
+                                             : int64_t{0};
+    });
+  }
+  p.target_sampling = c.sampling(p.batch);
+  p.draft_sampling = c.random.chance(0.5) ? p.target_sampling : c.sampling(p.batch);
+  p.randomness = c.randomness(p.batch, p.nodes, p.rule == TreeRule::kCoupled);
+  p.raw_logprobs = c.random.chance(0.3);
+  p.out_tokens = c.arena.make<int64_t>(p.batch * p.nodes);
+  p.path = c.arena.make<int64_t>(p.batch * p.nodes);
+  p.num_accepted = c.arena.make<int32_t>(p.batch);
+  p.logprobs = c.arena.make<float>(p.batch * p.nodes);
+  p.accept_probs = c.arena.make<float>(p.batch * p.nodes);
+  p.status = c.arena.make<int32_t>(p.batch);
+  kernels.verify_tree(p, pool);
+  check_verify_tree(p);
+}
+
 void run_variant(const char* name, const Kernels& kernels, uint64_t cases) {
   for (uint64_t k = 0; k < cases; ++k) {
     Case c(k * 977 + 1);
@@ -478,6 +571,10 @@ void run_variant(const char* name, const Kernels& kernels, uint64_t cases) {
         break;
       case 3:
         run_uniforms(c, kernels, pool);
+        break;
+      case 4:
+      case 5:
+        run_verify_tree(c, kernels, pool);
         break;
       default:
         run_verify(c, kernels, pool);

@@ -92,6 +92,20 @@ __global__ void last_block(uint64_t* partial, unsigned* arrived, uint64_t* out) 
   if (threadIdx.x == 0) out[0] += total;
 }
 
+// Blocks 0 and 1 add a round each in turn, and write down whose turn it was.
+__global__ void take_turns(unsigned* turn, int64_t* who, int rounds) {
+  for (int i = 0; i < rounds; ++i) {
+    if (threadIdx.x == 0) {
+      const volatile unsigned* shown = turn;
+      while (*shown % gridDim.x != blockIdx.x) __nanosleep(100);
+      who[*shown] = blockIdx.x;
+      __threadfence();
+      atomicAdd(turn, 1u);
+    }
+    __syncthreads();
+  }
+}
+
 __global__ void order(int64_t* blocks, int64_t* threads, int* count) {
   if (blockIdx.x == 0) threads[atomicAdd(count, 1)] = threadIdx.x;
   if (threadIdx.x == 0) blocks[atomicAdd(count + 1, 1)] = blockIdx.x;
@@ -123,6 +137,19 @@ __global__ void count_blocks_in_shared_memory(int64_t* out) {
     if (blockIdx.x == 0) count = 0;
     out[0] = ++count;
   }
+}
+
+// Blocks overwrite what others counted meanwhile.
+__global__ void count_without_atomics(int64_t* count) {
+  if (threadIdx.x != 0) return;
+  const int64_t before = *count;
+  __threadfence();
+  *count = before + 1;
+}
+
+__global__ void wait_for_nobody() {
+  if (threadIdx.x != 0) return;
+  for (;;) __nanosleep(100);
 }
 
 __global__ void barrier_not_for_all() {
@@ -176,6 +203,7 @@ constexpr Mistake kMistakes[] = {
     {"exchange_with_strangers", exchange_with_strangers},
     {"exchange_outside_mask", exchange_outside_mask},
     {"different_masks", different_masks},
+    {"wait_for_nobody", wait_for_nobody},
 };
 
 const Gpu kGpu{nullptr, nullptr, nullptr};
@@ -214,6 +242,14 @@ SPECDEC_TEST void test_add(const uint64_t* in, uint64_t* out) {
 SPECDEC_TEST void test_last_block(uint64_t* partial, unsigned* arrived, uint64_t* out,
                                   int64_t blocks) {
   launch(kGpu, "last_block", last_block, blocks, partial, arrived, out);
+}
+
+SPECDEC_TEST void test_take_turns(unsigned* turn, int64_t* who, int rounds) {
+  launch(kGpu, "take_turns", take_turns, 2, turn, who, rounds);
+}
+
+SPECDEC_TEST void test_count_without_atomics(int64_t* count, int64_t blocks) {
+  launch(kGpu, "count_without_atomics", count_without_atomics, blocks, count);
 }
 
 SPECDEC_TEST void test_order(int64_t* blocks, int64_t* threads, int* count, int64_t n) {

@@ -16,6 +16,7 @@
 #define __forceinline__ inline
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 // One block runs at a time. Thread-local, because that puts all shared variables of a library next
 // to each other, where run_grid overwrites them before every block: nothing may rely on what an
@@ -201,11 +202,12 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
 
 // ---- atomics: all threads share one processor ---------------------------------------------------
 
-#define SPECDEC_ATOMIC(name, T, expression) \
-  inline T name(T* address, T value) {      \
-    const T old = *address;                 \
-    *address = static_cast<T>(expression);  \
-    return old;                             \
+#define SPECDEC_ATOMIC(name, T, expression)      \
+  inline T name(T* address, T value) {           \
+    const T old = *address;                      \
+    *address = static_cast<T>(expression);       \
+    specdec::fibres::meet_other_blocks(address); \
+    return old;                                  \
   }
 #define SPECDEC_ATOMICS(T)                                \
   SPECDEC_ATOMIC(atomicAdd, T, old + value)               \
@@ -217,6 +219,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
   inline T atomicCAS(T* address, T expected, T value) {   \
     const T old = *address;                               \
     if (old == expected) *address = value;                \
+    specdec::fibres::meet_other_blocks(address);          \
     return old;                                           \
   }
 
@@ -229,8 +232,9 @@ SPECDEC_ATOMIC(atomicAdd, double, old + value)
 #undef SPECDEC_ATOMICS
 #undef SPECDEC_ATOMIC
 
-inline void __threadfence() {}
+inline void __threadfence() { specdec::fibres::meet_other_blocks(nullptr); }
 inline void __threadfence_block() {}
+inline void __nanosleep(unsigned) { specdec::fibres::wait_for_other_blocks(); }
 
 // ---- loads, bits, arithmetic --------------------------------------------------------------------
 

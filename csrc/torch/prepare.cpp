@@ -23,7 +23,6 @@ struct OnlyChecks {
 STABLE_TORCH_LIBRARY_IMPL(specdec, CompositeExplicitAutograd, m) {
   using namespace specdec;
   implement_operators<OnlyChecks>(m, "_prepare_");
-  implement_tree_operators<OnlyChecks>(m, "_prepare_");
   // Has no kernels in C++: see specdec_ext/attention.py and specdec_ext/triton.
   m.impl("_prepare_tree_attention",
          TORCH_BOX((&Operator<check_tree_attention, OnlyChecks::tree_attention>::run)));

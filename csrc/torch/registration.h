@@ -41,6 +41,8 @@ void implement_operators(torch::stable::detail::StableLibrary& m, const std::str
   m.impl(name("row_law").c_str(), TORCH_BOX((&Operator<check_row_law, Backend::row_law>::run)));
   m.impl(name("sample").c_str(), TORCH_BOX((&Operator<check_sample, Backend::sample>::run)));
   m.impl(name("verify").c_str(), TORCH_BOX((&Operator<check_verify, Backend::verify>::run)));
+  m.impl(name("verify_tree").c_str(),
+         TORCH_BOX((&Operator<check_verify_tree, Backend::verify_tree>::run)));
   m.impl(name("acceptance").c_str(),
          TORCH_BOX((&Operator<check_acceptance, Backend::acceptance>::run)));
   m.impl(name("uniforms").c_str(), TORCH_BOX((&Operator<check_uniforms, Backend::uniforms>::run)));
@@ -48,14 +50,6 @@ void implement_operators(torch::stable::detail::StableLibrary& m, const std::str
          TORCH_BOX((&Operator<check_tree_mask, Backend::tree_mask>::run)));
   m.impl(name("compact_kv").c_str(),
          TORCH_BOX((&Operator<check_compact_kv, Backend::compact_kv>::run)));
-}
-
-// For the backends that have trees: CPU.
-template <typename Backend>
-void implement_tree_operators(torch::stable::detail::StableLibrary& m,
-                              const std::string& prefix = "") {
-  m.impl((prefix + "verify_tree").c_str(),
-         TORCH_BOX((&Operator<check_verify_tree, Backend::verify_tree>::run)));
 }
 
 }  // namespace specdec

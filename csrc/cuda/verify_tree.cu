@@ -1,0 +1,311 @@
+// Tree verification: every node's law, then the recursion of core/tree.h over the nodes.
+//
+// Launches, each over all requests at once and all on the caller's stream:
+//   open    a block a request: topology, and which rows are asked for (tree.cuh)
+//   scan    a block takes some tiles of one target or draft row (law_pass.cuh)
+//   finish  a block a row: the rows' laws, cutoffs included (cutoff.cuh)
+//   race    (coupled rule) a block takes some tiles of a target row; a row's last block compares
+//   judge   the recursion: blocks take sums over the vocabulary from a queue (work_queue.cuh); the
+//           last block at a sum takes the request on until it waits for other sums, and the last
+//           one at a request, which waits for none, closes it
+//   draw    (but for the coupled rule) integer sums of the final law; a request's last block
+//           searches
+// so 5, whatever the tree. raw_logprobs adds 2, and a reduced draft vocabulary 2 that come first
+// (token_map.cuh).
+//
+// A node waits at most twice for each of its children, for the law that it was drawn from and for
+// the residual after it, and a request once more at its end: fewer than 2 N sums a request. Under
+// traversal several nodes of a request may wait at once, and different blocks take them on: what a
+// node's visit writes belongs to the node or its children, and a node is in one visit's hands at a
+// time. What is shared is changed by atomics: the status bits, and how much of the request is
+// unfinished.
+//
+// Reads 2 or 4 bytes per entry of each row that is asked for, again both rows of a node for each
+// sum, and the final law's rows twice; and what masks and reduced vocabularies cost (tile.cuh).
+// Unlike the CPU's, walks (all rules but traversal) read the rows off their way too: waiting for a
+// decision would leave the chip idle. Writes O(rows x tiles). Numerics: as verify.cu; sums in tile
+// order, so that it does not matter which block does what, or when.
+#include "kernels.h"
+#include "token_map.cuh"
+#include "tree.cuh"
+
+namespace specdec {
+namespace cuda {
+namespace {
+
+using namespace SPECDEC_CPU_ISA;
+
+// ---- races ---
+
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    race_nodes(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
+  __shared__ SharedArray<RaceTask, 1> task;
+  const Unit unit = this_unit(splits);
+  const int64_t b = unit.index / p.nodes;
+  const int64_t v = unit.index % p.nodes;
+  if (!is_reachable(s.trees[b], v)) return;
+  const LawRow target = Nodes(p, s, b).target(v);
+  if (!target.law.valid || target.law.point_mass) return;
+  if (threadIdx.x == 0) task[0] = {target, race_of(p.randomness, b, depth_of(p, b, v))};
+  __syncthreads();
+  int64_t winner = -1;
+  const bool last = run_race(task[0], s.runners + unit.index * s.tiles,
+                             s.laws.counters + b * s.rows + v, unit.split, splits, &winner);
+  if (last && threadIdx.x == 0) s.winners[unit.index] = winner;
+}
+
+// ---- the recursion ---
+
+__device__ DrawTask task_of(const VerifyTreeParams& p, const TreeScratch& s, const Work& work) {
+  if (work.sum == Sum::kFinalMass) return s.requests[work.request].draw;
+  const Nodes nodes(p, s, work.request);
+  const Pending pending = work.sum == Sum::kMass ? Pending::kMass : Pending::kRestMass;
+  return pending_sum(s.trees[work.request], nodes.visits[work.node], pending,
+                     nodes.target(work.node), nodes.draft(work.node));
+}
+
+// Adds up a piece of a sum. True in every thread of the block that did the last one, with *mass set
+// in the first warp.
+__device__ bool add_piece(const VerifyTreeParams& p, const TreeScratch& s, const Ticket& ticket,
+                          double* mass) {
+  __shared__ SharedArray<DrawTask, 1> task;
+  const Work& work = ticket.work;
+  if (threadIdx.x == 0) task[0] = task_of(p, s, work);
+  __syncthreads();
+  const int64_t tiles = num_tiles(task[0].target.vocab);
+  double* masses = s.masses + (work.request * p.nodes + work.node) * s.tiles;
+  const Share share = share_of(tiles, ticket.piece, s.queue.splits);
+  residual_mass_tiles<true>(task[0], share.first, share.last, masses + share.first);
+  uint32_t* counter = s.laws.counters + work.request * s.rows + work.node;
+  if (!is_last_block(counter, s.queue.splits)) return false;
+  if (threadIdx.x < kWarp) *mass = sum_tiles(masses, tiles);
+  return true;
+}
+
+// Takes a walk on from a node until it waits, or ends and has its winner.
+__device__ void walk_on(const VerifyTreeParams& p, Request* r, const Tree& tree, Nodes* nodes,
+                        int64_t v) {
+  for (;;) {
+    NodeVisit visit = nodes->visits[v];
+    const Pending pending = advance(p, r, tree, true, nodes->target(v), nodes->draft(v), &visit);
+    nodes->visits[v] = visit;
+    if (pending == Pending::kNothing) return mark_way(p, tree, v);
+    if (pending != Pending::kDescend) return nodes->wait(v, pending);
+    v = visit.child;
+    nodes->begin(*r, tree, v);
+  }
+}
+
+// Takes a request on, by one thread, from a node whose sum is there. Whether nothing of it is
+// unfinished any more: then all that blocks did for it is seen.
+__attribute__((noinline)) __device__ bool take_on(const VerifyTreeParams& p, const TreeScratch& s,
+                                                  const Work& work, double mass) {
+  const Tree tree = s.trees[work.request];
+  Request r = s.requests[work.request];
+  r.status = 0;
+  Nodes nodes(p, s, work.request);
+  NodeVisit* visit = nodes.visits + work.node;
+  if (work.sum == Sum::kNone) nodes.begin(r, tree, work.node);
+  if (work.sum == Sum::kMass) take_mass(tree, mass, visit);
+  if (work.sum == Sum::kRestMass) visit->rest_mass = mass;
+  if (p.rule == TreeRule::kTraversal) {
+    flow_down(p, &r, tree, &nodes, work.node);
+  } else {
+    walk_on(p, &r, tree, &nodes, work.node);
+  }
+  atomicOr(&s.requests[work.request].status, r.status);
+  __threadfence();
+  const bool last = atomicAdd(s.unfinished + work.request, -1) == 1;
+  __threadfence();
+  return last;
+}
+
+// ---- the end of a request ---
+
+// By one thread: the request is over, unless a sum for the final draw is missing.
+__attribute__((noinline)) __device__ void close_request(const VerifyTreeParams& p,
+                                                        const TreeScratch& s, const Tree& tree) {
+  const Nodes nodes(p, s, tree.b);
+  Request r = s.requests[tree.b];
+  const int64_t winner = find_winner(tree);
+  finish_tree(tree, nodes.visits[winner], nodes.target(winner), nodes.draft(winner), &r);
+  r.accepted = write_path(p, r, tree);
+  if (knows_token(&r.draw)) write_tree_token(p, r.b, r.accepted, r.draw);
+  s.requests[tree.b] = r;
+  if (needs_draw(r.draw) && r.draw.residual && r.draw.mass < 0.0) {
+    publish(s.queue, {r.b, winner, Sum::kFinalMass});
+  } else {
+    atomicAdd(s.queue.closed, WorkWord{1});
+  }
+}
+
+// Collective over the block.
+__device__ void end_request(const VerifyTreeParams& p, const TreeScratch& s, int64_t b) {
+  const Tree& tree = s.trees[b];
+  if (p.rule == TreeRule::kTraversal) {
+    for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
+      if (accepts_node(p, s.requests[b], tree, v)) mark_way(p, tree, v);
+    }
+  }
+  write_nodes(p, tree, threadIdx.x, kThreads);
+  __syncthreads();
+  if (threadIdx.x == 0) close_request(p, s, tree);
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
+    judge_trees(const __grid_constant__ VerifyTreeParams p, const __grid_constant__ TreeScratch s) {
+  // take_on and close_request are calls: what one thread does shall not take registers from the
+  // sums. Hence __grid_constant__: the parameters' addresses are taken.
+  __shared__ bool ends;
+  for (;;) {
+    const Ticket ticket = take_ticket(s.queue);
+    if (!ticket.given) return;
+    const Work& work = ticket.work;
+    double mass = 0.0;
+    if (work.sum != Sum::kNone && !add_piece(p, s, ticket, &mass)) continue;
+    if (threadIdx.x == 0) {
+      ends = false;
+      if (work.sum == Sum::kFinalMass) {
+        s.requests[work.request].draw.mass = mass;
+        atomicAdd(s.queue.closed, WorkWord{1});
+      } else {
+        ends = take_on(p, s, work, mass);
+      }
+    }
+    __syncthreads();
+    if (ends) end_request(p, s, work.request);
+  }
+}
+
+// ---- the extra token ---
+
+template <bool kMapped>
+__global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
+    draw_token(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
+  __shared__ SharedArray<Request, 1> request;
+  const Unit unit = this_unit(splits);
+  const int64_t b = unit.index;
+  if (threadIdx.x == 0) request[0] = s.requests[b];
+  __syncthreads();
+  DrawTask& task = request[0].draw;
+  if (!needs_draw(task)) return;
+  const bool last = draw<kMapped, true>(&task, task.mass, s.tile_sums + b * s.tiles,
+                                        s.laws.counters + b * s.rows, unit.split, splits);
+  if (last && threadIdx.x == 0) write_tree_token(p, b, request[0].accepted, task);
+}
+
+// ---- raw logprobs ---
+
+// A warp a row.
+__global__ void __launch_bounds__(kThreads)
+    write_raw_logprobs(const RawRows rows, const LawScratch s) {
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (place >= s.count) return;
+  const FilteredRow task = rows(place);
+  const RowLaw law = law_of(task, s, place);
+  if (threadIdx.x % kWarp == 0 && law.valid) {
+    rows.p.logprobs[place] = target_log_probability({task.row, law}, rows.p.out_tokens[place]);
+  }
+}
+
+// ---- host ---
+
+bool any_filters(const VerifyTreeParams& p) {
+  if (ignores_sampling(p.rule)) return false;
+  return has_filter_arrays(p.target_sampling) ||
+         (reads_draft_law(p.rule) && has_filter_arrays(p.draft_sampling));
+}
+
+// All scratch memory of a call, what the workspace has promised already included.
+TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* workspace) {
+  constexpr int64_t kQueueHeads = 3;
+  TreeScratch s;
+  const bool filters = any_filters(p);
+  const bool has_draft = p.draft.data != nullptr && reads_draft_law(p.rule);
+  const bool races = p.rule == TreeRule::kCoupled;
+  const int64_t nodes = p.batch * p.nodes;
+  s.rows = has_draft ? 2 * p.nodes : p.nodes;
+  s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
+  s.queue.requests = p.batch;
+  s.queue.capacity = 2 * nodes;
+  s.queue.splits = splits_for(p.batch, s.tiles);
+  const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, filters, true);
+  const auto links = workspace->reserve<int32_t>(TreeMemory::kLinks * nodes);
+  const auto tokens = workspace->reserve<int64_t>(TreeMemory::kTokens * nodes);
+  const auto numbers = workspace->reserve<double>(TreeMemory::kNumbers * nodes);
+  const auto log_p = workspace->reserve<float>(nodes);
+  const auto trees = workspace->reserve<Tree>(p.batch);
+  const auto requests = workspace->reserve<Request>(p.batch);
+  const auto unfinished = workspace->reserve<int32_t>(p.batch);
+  const auto visits = workspace->reserve<NodeVisit>(nodes);
+  const auto wants_draft = workspace->reserve<uint8_t>(has_draft ? nodes : 0);
+  const auto winners = workspace->reserve<int64_t>(races ? nodes : 0);
+  const auto runners = workspace->reserve<Runner>(races ? nodes * s.tiles : 0);
+  const auto masses = workspace->reserve<double>(nodes * s.tiles);
+  const auto tile_sums = workspace->reserve<uint64_t>(p.batch * s.tiles);
+  const auto words = workspace->reserve<WorkWord>(kQueueHeads + s.queue.capacity);
+  workspace->allocate(gpu);
+  s.laws = laws_at(*workspace, laws, p.batch * s.rows, s.tiles, filters, true);
+  s.memory = {workspace->at(links), workspace->at(tokens), workspace->at(numbers),
+              workspace->at(log_p)};
+  s.trees = workspace->at(trees);
+  s.requests = workspace->at(requests);
+  s.unfinished = workspace->at(unfinished);
+  s.visits = workspace->at(visits);
+  s.wants_draft = has_draft ? workspace->at(wants_draft) : nullptr;
+  s.winners = races ? workspace->at(winners) : nullptr;
+  s.runners = workspace->at(runners);
+  s.masses = workspace->at(masses);
+  s.tile_sums = workspace->at(tile_sums);
+  s.queue.tickets = workspace->at(words);
+  s.queue.published = s.queue.tickets + 1;
+  s.queue.closed = s.queue.tickets + 2;
+  s.queue.words = s.queue.tickets + kQueueHeads;
+  return s;
+}
+
+// As many as can have something to do at once, and no more than about a chip holds: whoever came
+// later would find that all is done.
+int64_t judges(const VerifyTreeParams& p, const WorkQueue& queue) {
+  constexpr int64_t kVisitsAtOnce = 4;  // of a request, at a guess; one under a walk
+  const int64_t visits = p.rule == TreeRule::kTraversal ? kVisitsAtOnce : 1;
+  const int64_t blocks = p.batch * queue.splits * visits;
+  return blocks < kChipBlocks / 4 ? blocks : kChipBlocks / 4;
+}
+
+void launch_raw_logprobs(const Gpu& gpu, const VerifyTreeParams& p, const TreeScratch& s) {
+  LawScratch raw = s.laws;
+  raw.count = p.batch * p.nodes;
+  raw.group_max = nullptr;
+  raw.laws = nullptr;
+  launch_scan(gpu, RawRows{p}, raw, false);
+  launch(gpu, "write_raw_logprobs", write_raw_logprobs, (raw.count + kWarps - 1) / kWarps,
+         RawRows{p}, raw);
+}
+
+}  // namespace
+
+void verify_tree(const VerifyTreeParams& given, const Gpu& gpu) {
+  if (given.batch == 0) return;
+  VerifyTreeParams p = given;
+  Workspace workspace;
+  const MapReservation map = reserve_map(&workspace, p.map);
+  const TreeScratch s = make_scratch(p, gpu, &workspace);
+  launch_map(gpu, workspace, map, &p.map);
+  launch(gpu, "open_trees", open_trees, p.batch, p, s);
+  launch_laws(gpu, TreeRows{p, s}, s.laws);
+  if (s.winners != nullptr) {
+    const int64_t nodes = p.batch * p.nodes, splits = splits_for(nodes, s.tiles);
+    launch(gpu, "race_nodes", race_nodes, nodes * splits, p, s, splits);
+  }
+  launch(gpu, "judge_trees", judge_trees, judges(p, s.queue), p, s);
+  if (s.winners == nullptr) {
+    const int64_t splits = splits_for(p.batch, s.tiles);
+    const auto kernel = p.map.ids.data != nullptr ? draw_token<true> : draw_token<false>;
+    launch(gpu, "draw_token", kernel, p.batch * splits, p, s, splits);
+  }
+  if (p.raw_logprobs) launch_raw_logprobs(gpu, p, s);
+}
+
+}  // namespace cuda
+}  // namespace specdec
