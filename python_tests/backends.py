@@ -141,6 +141,7 @@ INTERPRETED = {
     "test_thresholds.test_a_rejected_deterministic_token_is_excluded": 6,
     "test_thresholds.test_large_logits": 3,
     "test_thresholds.test_largest_float16_and_float32_logits": 1,
+    "test_tree": 1,
     "test_tree_mask": 1,
     "test_tree_mask.test_like_the_reference": 2,
     "test_tree_attention": 1,
@@ -199,7 +200,7 @@ TRITON = Backend(
 OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
 BACKENDS = [REFERENCE, *OPERATORS]
 #: Those that have verify_tree.
-TREE_OPERATORS = [CPU]
+TREE_OPERATORS = [CPU, *([TRITON] if find_spec("triton") else [])]
 
 
 def patch_once_a_launch(interpreter: Any) -> None:

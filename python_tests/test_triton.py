@@ -272,12 +272,14 @@ def test_residual_weights_that_are_all_rounded_to_zero():
         task = f64([[0, 1, 1.0, 0.0, 2, u]]).to(TRITON.device)
         masses = torch.full((1, 1), 1e-30, dtype=torch.float64, device=TRITON.device)
         sums = torch.zeros(1, 1, dtype=torch.int64, device=TRITON.device)
+        accepted = torch.zeros(1, dtype=torch.int32, device=TRITON.device)
         tokens = torch.full((1, 1), -1, device=TRITON.device)
         logprobs = torch.zeros(1, 1, device=TRITON.device)
         launch.launch(
             verify.draw_last_tokens,
             1,
-            *(rows, None, verify.Laws(laws, None), task, masses, sums, tokens, logprobs, 0, 1),
+            *(rows, None, verify.Laws(laws, None), task, None, masses, sums, accepted),
+            *(tokens, logprobs, 0, 1),
             RACED=False,
             TILE=128,
         )

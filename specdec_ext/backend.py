@@ -130,7 +130,7 @@ _BACKENDS = {
 
 
 #: Backends without kernels for an operator.
-_WITHOUT = {"tree_attention": ("cuda",), "verify_tree": ("cuda", "triton")}
+_WITHOUT = {"tree_attention": ("cuda",), "verify_tree": ("cuda",)}
 
 
 @cache
@@ -160,18 +160,16 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     ------
     ValueError
         An explicit choice that is unknown, absent, without the operator, or does not serve this
-        device; "auto", where no backend has the operator on this device.
+        device.
     """
-    without = _WITHOUT.get(op, ())
-    having = ", ".join(name for name in _BACKENDS if name not in without)
     if backend == "auto":
-        if device.type != "cpu" and {"cuda", "triton"} <= set(without):
-            raise ValueError(f"{op}: there are no kernels for it on {device}, only {having}")
         return torch.ops.specdec
     if backend not in _BACKENDS:
         names = ", ".join(_BACKENDS)
         raise ValueError(f"{op}: backend must be one of auto, {names}, got {backend!r}")
+    without = _WITHOUT.get(op, ())
     if backend in without:
+        having = ", ".join(name for name in _BACKENDS if name not in without)
         raise ValueError(f"{op}: backend {backend!r} has no kernels for it, only {having}")
     chosen = _BACKENDS[backend]
     reason = chosen.absence()
