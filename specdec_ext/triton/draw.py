@@ -38,12 +38,12 @@ class Children(NamedTuple):
 
     first: Any  # [B, N + 1] int64: the slot of a node's first child, and where the last node's end
     nodes: Any  # N
-    node: Any  # [B * N] int32
-    token: Any  # [B * N] int32
-    kind: Any  # [B * N] int8
-    tried: Any  # [B * N] int32, looked at: not in the residual
-    fixed: Any  # [B * N] int32, put there beside a child from the rest: the draft's law is 0 there
-    drawn: Any  # [B * N] int32, drawn without replacement
+    node: Any  # [B, N] int32 by slot, as all that follow
+    token: Any  # int32
+    kind: Any  # int8
+    tried: Any  # int32, looked at: not in the residual
+    fixed: Any  # int32, put there beside a child from the rest: the draft's law is 0 there
+    drawn: Any  # int32, drawn without replacement
 
 
 class Siblings(NamedTuple):

@@ -98,7 +98,8 @@ def _scratch(call: SimpleNamespace) -> tuple[Children, Flow]:
 
     def new(dtype: torch.dtype, *shape: int) -> Tensor:
         # One by one: aligned whatever the shape is, for the sake of few compiled variants.
-        return call.target_logits.new_empty(shape or (batch, nodes), dtype=dtype)
+        made: Tensor = call.target_logits.new_empty(shape or (batch, nodes), dtype=dtype)
+        return made
 
     f64, i32, i8 = torch.float64, torch.int32, torch.int8
     children = Children(
