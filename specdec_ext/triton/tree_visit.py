@@ -150,13 +150,30 @@ def sum_rest(draft, laws, b, task, drawn, tiles, TILE: tl.constexpr):
 
 
 @triton.jit
+def proposal_mass(
+    draft, law, laws, b, v, children, siblings, kind, q, taken, rest_mass, tiles,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Give what a child's law has of q, 1 / kappa; and `rest_mass`, summed if that was needed."""
+    reduced = (kind > IID) & (q > 0.0) & (law.kind != POINT_MASS)
+    if reduced & (rest_mass < 0.0) & (taken > MAX_TAKEN):
+        zero = tl.full([], 0.0, tl.float64)
+        nothing = tl.full([], -1, tl.int64)
+        task = Task(v, 1, zero, zero + 1.0, nothing, zero, siblings)
+        rest_mass = sum_rest(draft, laws, b, task, children.drawn, tiles, TILE)
+    left = tl.where(rest_mass >= 0.0, rest_mass, 1.0 - taken)
+    return tl.where(kind > IID, left, 1.0), rest_mass
+
+
+@triton.jit
 def visit_node(
     trees, children, flow, target, draft, laws, b, v, inflow, nodes, tiles,
     WALKS: tl.constexpr, READS_DRAFT: tl.constexpr, RACED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Look at the children of node v: csrc/core/tree.h's advance.
 
-    The result is the child that a walk goes down to, or -1.
+    The results are the child that a walk goes down to, or -1; what of the inflow is left, h; and
+    whether some child cannot have been drawn from the draft's law.
     """
     v = tl.full([], 0, tl.int64) + v
     place = b * nodes + v
@@ -186,15 +203,13 @@ def visit_node(
         kind = tl.load(children.kind + slot).to(tl.int32)
         sampled = kind > 0
         q = zero
-        drawn_from = zero + 1.0  # 1 / kappa: what the child's law has of q
+        drawn_from = zero + 1.0
         if READS_DRAFT:
             q = draft_probability(draft, draft_law, b, v, siblings, token)
-            reduced = (kind > IID) & (q > 0.0) & (draft_law.kind != POINT_MASS)
-            if reduced & (rest_mass < 0.0) & (taken > MAX_TAKEN):
-                task = Task(v, 1, zero, zero + 1.0, nothing, zero, siblings)
-                rest_mass = sum_rest(draft, laws, b, task, children.drawn, tiles, TILE)
-            if kind > IID:
-                drawn_from = tl.where(rest_mass >= 0.0, rest_mass, 1.0 - taken)
+            drawn_from, rest_mass = proposal_mass(
+                draft, draft_law, laws, b, v, children, siblings, kind, q, taken, rest_mass, tiles,
+                TILE,
+            )  # fmt: skip
         if sampled & (((q > 0.0) & (drawn_from > 0.0)) == 0):
             unusable = unusable | sampled
         else:
