@@ -608,7 +608,7 @@ def test_deep_trees(rule):
 def test_law_of_a_tree_is_the_targets():
     # A child from the rest, one put there. Steps are found on multiples of 2^-10.
     parents, kinds = [-1, 0, 0], [0, 3, 0]
-    target, draft = toy_models(55, 3, 1)
+    target, draft = toy_models(55, 2, 1)
     law = exact_tree_law(TRITON.verify_tree, parents, kinds, target, draft, bits=10)
     assert law.tv < 4e-3
     assert abs(float(law.num_accepted.sum()) - 1) < 1e-9
