@@ -141,6 +141,18 @@ INTERPRETED = {
     "test_thresholds.test_a_rejected_deterministic_token_is_excluded": 6,
     "test_thresholds.test_large_logits": 3,
     "test_thresholds.test_largest_float16_and_float32_logits": 1,
+    "test_tree": 5,
+    "test_tree.test_accept_probs_and_residual": 1,
+    "test_tree.test_coin_of_a_node": 4,
+    "test_tree.test_invalid_trees": 8,
+    "test_tree.test_ids_out_of_range": 7,
+    "test_tree.test_rows_without_a_law": 4,
+    "test_tree.test_a_chain_is_block_verification_to_the_bit": 0,
+    "test_tree.test_masks": 10,
+    "test_tree.test_temperature_zero": 0,
+    "test_tree.test_a_deep_tree": 0,
+    "test_tree.test_parity": 48,
+    "test_tree.test_value_errors": 9,
     "test_tree_mask": 1,
     "test_tree_mask.test_like_the_reference": 2,
     "test_tree_attention": 1,
@@ -203,8 +215,6 @@ TRITON = Backend(
 )
 OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
 BACKENDS = [REFERENCE, *OPERATORS]
-#: Those that have verify_tree.
-TREE_OPERATORS = [CPU, FIBRES32, FIBRES128]
 
 
 def patch_once_a_launch(interpreter: Any) -> None:

@@ -29,7 +29,6 @@ from backends import (  # noqa: E402
     CPU,
     OPERATORS,
     REFERENCE,
-    TREE_OPERATORS,
     TRITON,
     Backend,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "OPERATORS",
     "REFERENCE",
     "ROOT",
-    "TREE_OPERATORS",
     "TRITON",
     "Backend",
 ]
@@ -64,18 +62,6 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 @pytest.fixture(params=OPERATORS, ids=lambda backend: backend.name)
 def operator(request: pytest.FixtureRequest) -> Backend:
     """Every implementation that is an operator: what is said about memory, threads, errors, ..."""
-    return request.param
-
-
-@pytest.fixture(params=[REFERENCE, *TREE_OPERATORS], ids=lambda backend: backend.name)
-def tree_backend(request: pytest.FixtureRequest) -> Backend:
-    """Every implementation of `verify_tree`, the reference included."""
-    return request.param
-
-
-@pytest.fixture(params=TREE_OPERATORS, ids=lambda backend: backend.name)
-def tree_operator(request: pytest.FixtureRequest) -> Backend:
-    """Every implementation of `verify_tree` that is an operator."""
     return request.param
 
 

@@ -154,7 +154,6 @@ def test_backend_is_resolved():
     [
         # torch.ops would find Triton's kernels in the place of CUDA's.
         ("tree_attention", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
-        ("verify_tree", "triton", "cuda", "has no kernels for it, only cpu, cuda, reference"),
     ],
 )
 def test_operators_that_a_backend_lacks(op, name, device, message):

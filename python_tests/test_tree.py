@@ -82,7 +82,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_accept_probs_and_residual(tree_backend, row):
+def test_accept_probs_and_residual(backend, row):
     parents, tokens, kinds, probs, left = TABLE[row]
     case = one_tree(parents, tokens, kinds)
     accepting = {c for c, h in enumerate(probs) if h == 1.0} - {0}
@@ -90,24 +90,24 @@ def test_accept_probs_and_residual(tree_backend, row):
         if mass == 0 or accepting:
             continue
         u = float(low) - mass / 2
-        out = tree_backend.run_tree(case.replace(uniforms=f64([quiet(3)[:-1] + [u]])))
+        out = backend.run_tree(case.replace(uniforms=f64([quiet(3)[:-1] + [u]])))
         assert out.tokens.tolist() == [[x, -1, -1]] and out.path.tolist() == [[-1, -1, -1]]
         assert out.num_accepted.tolist() == [0] and out.status.tolist() == [0]
-    out = tree_backend.run_tree(case.replace(uniforms=f64([quiet(3)])))
+    out = backend.run_tree(case.replace(uniforms=f64([quiet(3)])))
     torch.testing.assert_close(out.accept_probs, torch.tensor([probs]).float(), rtol=0, atol=1e-6)
     torch.testing.assert_close(out.logprobs[0, 0], log_probs(P)[out.tokens[0, 0]])
 
 
 @pytest.mark.parametrize("rule", STOCHASTIC)
 @pytest.mark.parametrize("u, path", [(0.49, [1]), (0.51, [])])
-def test_coin_of_a_node(tree_backend, rule, u, path):
+def test_coin_of_a_node(backend, rule, u, path):
     case = one_tree([-1, 0, 0], [-1, 0, 1], rule=rule, uniforms=[u, NEARLY_ONE, 0.5])
-    out = tree_backend.run_tree(case)
+    out = backend.run_tree(case)
     assert out.path.tolist() == [[*path, *[-1] * (3 - len(path))]]
     assert out.num_accepted.tolist() == [len(path)]
 
 
-def test_first_success_in_post_order_wins(tree_backend):
+def test_first_success_in_post_order_wins(backend):
     # 0 - (1 - (3, 4), 2): post-order 3 4 1 2. Everything is put there, with p(0) = .5.
     parents, tokens = [-1, 0, 0, 1, 1], [-1, 0, 1, 0, 1]
     for coins, path in [
@@ -118,18 +118,18 @@ def test_first_success_in_post_order_wins(tree_backend):
         ([NEARLY_ONE] * 4, []),
         ([NEARLY_ONE, 0.0, 0.0, 0.0], [1, 3]),  # a node's coin says nothing of those below it
     ]:
-        out = tree_backend.run_tree(one_tree(parents, tokens, uniforms=[*coins, 0.5]))
+        out = backend.run_tree(one_tree(parents, tokens, uniforms=[*coins, 0.5]))
         assert out.path[0, : len(path)].tolist() == path
         assert out.num_accepted.tolist() == [len(path)]
         assert out.tokens[0, : len(path)].tolist() == [tokens[v] for v in path]
 
 
-def test_recursive_reports_the_children_it_tries(tree_backend):
+def test_recursive_reports_the_children_it_tries(backend):
     parents, tokens = [-1, 0, 0, 1, 1], [-1, 0, 1, 0, 1]
 
     def probs(coins):
         case = one_tree(parents, tokens, rule="recursive", uniforms=[*coins, 0.5])
-        return tree_backend.run_tree(case).accept_probs[0]
+        return backend.run_tree(case).accept_probs[0]
 
     for coins, expected in [
         ([0.0, 0.0, 0.0, 0.0], [1, 0.5, NAN, 0.5, NAN]),
@@ -140,13 +140,13 @@ def test_recursive_reports_the_children_it_tries(tree_backend):
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
-def test_rules_that_follow_the_target(tree_backend, rule):
+def test_rules_that_follow_the_target(backend, rule):
     # Both follow token 0 at the root; greedy at T = 0, coupled on noise with this winner.
     noise = dict(seeds=torch.tensor([0]), positions=torch.tensor([0]))
     p = [0.98, 0.01, 0.01]
     parents, tokens = [-1, 0, 0, 0, 2, 2], [-1, 1, 0, 0, 2, 1]
     case = one_tree(parents, tokens, p=p, rule=rule, **noise)
-    out = tree_backend.run_tree(case)
+    out = backend.run_tree(case)
     assert out.tokens.tolist() == [[0, 0, -1, -1, -1, -1]]
     assert out.path.tolist() == [[2, -1, -1, -1, -1, -1]]
     same(out.accept_probs, torch.tensor([[1.0, 0.0, 1.0, NAN, 0.0, 0.0]]))
@@ -169,26 +169,26 @@ BAD_TREES = {
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @pytest.mark.parametrize("tree", BAD_TREES)
-def test_invalid_trees(tree_backend, tree, rule):
+def test_invalid_trees(backend, tree, rule):
     parents, kinds = BAD_TREES[tree]
     noise = dict(seeds=torch.tensor([5]), positions=torch.tensor([2]))
     bad = one_tree(parents, [-1, 0, 1, 2], kinds, rule=rule, **noise)
     good = bad.replace(parents=torch.tensor([[-1, 0, 1, 2]]))
     both = TreeCase({k: torch.cat([v, good.inputs[k], v]) if isinstance(v, torch.Tensor) else v
                      for k, v in bad.inputs.items()})  # fmt: skip
-    out = tree_backend.run_tree(both)
-    alone = tree_backend.run_tree(bad.replace(parents=torch.tensor([[-1, -1, -1, -1]])))
+    out = backend.run_tree(both)
+    alone = backend.run_tree(bad.replace(parents=torch.tensor([[-1, -1, -1, -1]])))
     for b in (0, 2):  # the token that the root alone emits
         assert out.status[b] == 16 and out.num_accepted[b] == 0
         assert bool(out.accept_probs[b].isnan().all()) and bool((out.path[b] == -1).all())
         same((out.tokens[b], out.logprobs[b]), (alone.tokens[0], alone.logprobs[0]))
-    same((t[1] for t in out), (t[0] for t in tree_backend.run_tree(good)))
+    same((t[1] for t in out), (t[0] for t in backend.run_tree(good)))
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
-def test_padding_changes_nothing(tree_backend, rule):
+def test_padding_changes_nothing(backend, rule):
     case = make_tree_case(3, nodes=6, philox=True, rule=rule)
-    expected = tree_backend.run_tree(case)
+    expected = backend.run_tree(case)
     wide = {}
     for name, value in case.inputs.items():
         wide[name] = value
@@ -196,7 +196,7 @@ def test_padding_changes_nothing(tree_backend, rule):
             fill = NAN if value.is_floating_point() else 7  # what is not read
             extra = torch.full_like(value[:, :3], -1 if name == "parents" else fill)
             wide[name] = torch.cat([value, extra], 1)
-    out = tree_backend.run_tree(TreeCase(wide))
+    out = backend.run_tree(TreeCase(wide))
     same((t[:, :6] if t.dim() > 1 else t for t in out), expected)
     for t in (out.tokens, out.path):
         assert bool((t[:, 6:] == -1).all())
@@ -205,25 +205,25 @@ def test_padding_changes_nothing(tree_backend, rule):
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
-def test_the_root_alone(tree_backend, rule):
+def test_the_root_alone(backend, rule):
     noise = dict(seeds=torch.tensor([3, 4]), positions=torch.tensor([1, 1]))
     logits = torch.randn(2, 1, 9, generator=torch.Generator().manual_seed(0))
     none = torch.tensor([[-1], [-1]])
-    out = tree_backend.verify_tree(logits, none, none, **noise, rule=rule)
+    out = backend.verify_tree(logits, none, none, **noise, rule=rule)
     assert out.tokens.shape == (2, 1) and out.num_accepted.tolist() == [0, 0]
     assert out.accept_probs.tolist() == [[1.0], [1.0]] and out.path.tolist() == [[-1], [-1]]
     domain = 3 if rule == "coupled" else 1
-    drawn = tree_backend.sample(logits[:, 0], **noise, domain=domain)
+    drawn = backend.sample(logits[:, 0], **noise, domain=domain)
     expected = logits[:, 0].argmax(-1) if rule == "greedy" else drawn.tokens
     assert torch.equal(out.tokens[:, 0], expected)
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
-def test_empty_batches(tree_backend, rule):
+def test_empty_batches(backend, rule):
     ints = torch.zeros(0, 5, dtype=torch.int64)
     empty = torch.zeros(0, dtype=torch.int64)
     rows = torch.zeros(0, 5, 7)
-    out = tree_backend.verify_tree(rows, ints, ints, rows, seeds=empty, positions=empty, rule=rule)
+    out = backend.verify_tree(rows, ints, ints, rows, seeds=empty, positions=empty, rule=rule)
     assert [tuple(t.shape) for t in out] == [
         (0, 5),
         (0, 5),
@@ -254,29 +254,29 @@ TREE = ([-1, 0, 0, 1, 1, 3], [-1, 2, 1, 2, 0, 1])  # 0 - (1 - (3 - 5, 4), 2)
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @pytest.mark.parametrize("token", [3, -2, 2**31 - 1, -(2**31)])
-def test_ids_out_of_range(tree_backend, rule, token):
+def test_ids_out_of_range(backend, rule, token):
     parents, tokens = TREE
     noise = dict(seeds=torch.tensor([8]), positions=torch.tensor([0]))
     case = one_tree(parents, tokens, [0, 1, 1, 1, 1, 1], rule=rule, **noise)
     changed = torch.tensor([tokens])
     changed[0, 3] = token
-    out = left_out(tree_backend, case, 3, 2, tokens=changed)
+    out = left_out(backend, case, 3, 2, tokens=changed)
     assert bool(out.accept_probs[0, [3, 5]].isnan().all())
     changed[0, 5] = token  # below what is not there: nobody looks
     changed[0, 3] = -1
-    assert tree_backend.run_tree(case.replace(tokens=changed)).status.tolist() == [0]
+    assert backend.run_tree(case.replace(tokens=changed)).status.tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", [4, -1, 127])
-def test_unknown_kinds(tree_backend, kind):
+def test_unknown_kinds(backend, kind):
     parents, tokens = TREE
     case = one_tree(parents, tokens, [0, 2, 2, 1, 1, 1], uniforms=quiet(6))
     kinds = case.inputs["kinds"].clone()
     kinds[0, 2] = kind
-    left_out(tree_backend, case, 2, 2, kinds=kinds)
+    left_out(backend, case, 2, 2, kinds=kinds)
 
 
-def test_children_that_cannot_have_been_drawn(tree_backend):
+def test_children_that_cannot_have_been_drawn(backend):
     parents, tokens = TREE
     case = one_tree(parents, tokens, [0, 1, 1, 1, 1, 1], uniforms=quiet(6))
     draft = case.inputs["draft_logits"]
@@ -288,33 +288,33 @@ def test_children_that_cannot_have_been_drawn(tree_backend):
 
     # Node 3 has one child, 5, with token 1.
     for row in ([0.0, -math.inf, 0.0], [NAN, 0.0, 0.0], [math.inf, 0.0, 0.0], [-math.inf] * 3):
-        left_out(tree_backend, case, 5, 4, draft_logits=with_row(draft, row))
+        left_out(backend, case, 5, 4, draft_logits=with_row(draft, row))
     for r in (-1, -7, 6, 2**31 - 1):
         rows = torch.tensor([[0, 1, 2, r, 4, 5]])
-        left_out(tree_backend, case, 5, 4, draft_rows=rows)
+        left_out(backend, case, 5, 4, draft_rows=rows)
     probs = case.replace(draft_logits=None, draft_probs=draft.exp())
     for row in ([0.5, 0.0, 0.5], [-1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [NAN, 1.0, 1.0]):
-        left_out(tree_backend, probs, 5, 4, draft_probs=with_row(draft.exp(), row))
+        left_out(backend, probs, 5, 4, draft_probs=with_row(draft.exp(), row))
     # Drawn, and no draft law was given at all.
     bare = case.replace(draft_logits=None)
-    assert tree_backend.run_tree(bare).status.tolist() == [4]
+    assert backend.run_tree(bare).status.tolist() == [4]
 
 
-def test_nothing_left_to_draw_from(tree_backend):
+def test_nothing_left_to_draw_from(backend):
     # The put-there tokens have all of q; the draft law is on two tokens, three without replacement.
     q = [0.5, 0.5, 0.0]
     case = one_tree([-1, 0, 0, 0], [-1, 2, 0, 1], [0, 3, 0, 0], q=q, uniforms=quiet(4))
-    left_out(tree_backend, case, 1, 4)
+    left_out(backend, case, 1, 4)
     case = one_tree([-1, 0, 0, 0], [-1, 0, 1, 0], [0, 2, 2, 2], q=q, uniforms=quiet(4))
-    out = left_out(tree_backend, case, 3, 4)
+    out = left_out(backend, case, 3, 4)
     torch.testing.assert_close(out.accept_probs[0, 1], torch.tensor(1.0))
     # A rest child with the token of one that was put there.
     case = one_tree([-1, 0, 0], [-1, 0, 0], [0, 3, 0], uniforms=quiet(3))
-    left_out(tree_backend, case, 1, 4)
+    left_out(backend, case, 1, 4)
 
 
 @pytest.mark.parametrize("given", ["logits", "probs", "reduced", "masked"])
-def test_without_replacement_beside_put_there(tree_backend, given):
+def test_without_replacement_beside_put_there(backend, given):
     # What is taken before the third drawn child is q of the drawn ones, and nearly all: .95.
     q = [0.6, 0.35, 0.04, 0.01]
     p = [0.1, 0.2, 0.3, 0.4]
@@ -333,13 +333,13 @@ def test_without_replacement_beside_put_there(tree_backend, given):
         case = case.replace(draft_token_ids=torch.tensor(ids))
     if given == "masked":
         case = case.replace(allowed_mask=torch.full((1, 5, 1), 0b01111, dtype=torch.int32))
-    probs = tree_backend.run_tree(case).accept_probs[0]
+    probs = backend.run_tree(case).accept_probs[0]
     # Left after 0: [p - q]+ = (0, 0, .26, .39); token 2 put there: .4; left .39 / .65 = .6, all on
     # token 3; drawn from (0, .875, .1, .025): none at 1; left [1 - .025]; from .05: .2.
     torch.testing.assert_close(probs, torch.tensor([1, 1 / 6, 0.4, 0.0, 1.0]), rtol=0, atol=1e-5)
 
 
-def test_status_is_of_what_was_looked_at(tree_backend):
+def test_status_is_of_what_was_looked_at(backend):
     parents, tokens = TREE
     draft = log_probs(Q).expand(1, 6, -1).clone()
     draft[0, 3] = NAN  # of node 5
@@ -350,25 +350,25 @@ def test_status_is_of_what_was_looked_at(tree_backend):
         ("target_only", [0.0] * 6, 0),
     ]:
         case = one_tree(parents, tokens, [0, 1, 1, 1, 1, 1], rule=rule, uniforms=coins)
-        out = tree_backend.run_tree(case.replace(draft_logits=draft))
+        out = backend.run_tree(case.replace(draft_logits=draft))
         assert out.status.tolist() == [status], rule
     # p = 0 before it: nothing flows in, and nobody looks.
     case = one_tree(parents, tokens, [0, 1, 1, 1, 1, 1], p=[0.5, 0.5, 0.0], uniforms=quiet(6))
-    out = tree_backend.run_tree(case.replace(draft_logits=draft))
+    out = backend.run_tree(case.replace(draft_logits=draft))
     assert out.status.tolist() == [0]
     assert out.accept_probs[0, [1, 3, 4, 5]].tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
-def test_rows_without_a_law(tree_backend, rule, value):
+def test_rows_without_a_law(backend, rule, value):
     # 0 - (1 - 3, 2 - 4), node 1 has no law; token 0 is nearly certain, or token 1.
     parents, tokens = [-1, 0, 0, 1, 2], [-1, 0, 1, 0, 0]
     noise = dict(seeds=torch.tensor([1]), positions=torch.tensor([0]))
     case = one_tree(parents, tokens, p=[1.0, 0.0, 0.0], rule=rule, **noise)
     rows = case.inputs["target_logits"].clone()
     rows[0, 1] = value
-    out = tree_backend.run_tree(case.replace(target_logits=rows))
+    out = backend.run_tree(case.replace(target_logits=rows))
     assert out.status.tolist() == [1] and out.num_accepted.tolist() == [1]
     assert out.path[0].tolist() == [1, -1, -1, -1, -1]
     assert out.tokens[0].tolist() == [0, 0, -1, -1, -1]
@@ -377,60 +377,57 @@ def test_rows_without_a_law(tree_backend, rule, value):
     # Where it does not decide, no bit is set.
     rows = log_probs([0.0, 1.0, 0.0]).expand(1, 5, -1).clone()
     rows[0, 1] = value
-    out = tree_backend.run_tree(case.replace(target_logits=rows))
+    out = backend.run_tree(case.replace(target_logits=rows))
     assert out.status.tolist() == [0] and out.path[0, 0] == 2
     # Nothing at all: the root has none.
     rows[0, 0] = value
-    out = tree_backend.run_tree(case.replace(target_logits=rows))
+    out = backend.run_tree(case.replace(target_logits=rows))
     assert out.status.tolist() == [1] and out.tokens[0].tolist() == [0, -1, -1, -1, -1]
 
 
-def test_rows_of_a_packed_table_that_are_not_there(tree_backend):
+def test_rows_of_a_packed_table_that_are_not_there(backend):
     parents, tokens = [-1, 0, 0], [-1, 0, 1]
     case = one_tree(parents, tokens, p=[1.0, 0.0, 0.0], uniforms=[0.0, 0.0, 0.5])
     table = case.inputs["target_logits"][0]
     for row in (-1, 3, 2**31 - 1):
         packed = case.replace(target_logits=table, target_rows=torch.tensor([[0, row, 2]]))
-        out = tree_backend.run_tree(packed)
+        out = backend.run_tree(packed)
         assert out.status.tolist() == [1] and out.path.tolist() == [[1, -1, -1]]
 
 
-def test_parameters_out_of_range(tree_backend):
+def test_parameters_out_of_range(backend):
     parents, tokens = TREE
     case = one_tree(parents, tokens, [0, 1, 1, 1, 1, 1], uniforms=quiet(6))
     for name, value in [
         ("temperature", -1.0), ("temperature", NAN), ("top_p", NAN), ("top_p", -0.1),
         ("min_p", 1.5), ("draft_temperature", math.inf), ("draft_min_p", NAN),
     ]:  # fmt: skip
-        out = tree_backend.run_tree(case.replace(**{name: torch.tensor([value])}))
-        same(out[:-1], tree_backend.run_tree(case)[:-1])
+        out = backend.run_tree(case.replace(**{name: torch.tensor([value])}))
+        same(out[:-1], backend.run_tree(case)[:-1])
         assert out.status.tolist() == [8], name
     for slot, status in [(0, 8), (4, 8), (5, 8)]:
         uniforms = f64([quiet(6)])
         uniforms[0, slot] = 1.0
-        assert tree_backend.run_tree(case.replace(uniforms=uniforms)).status.tolist() == [status]
+        assert backend.run_tree(case.replace(uniforms=uniforms)).status.tolist() == [status]
     # The coins of padding, and below what is not there, are never read.
     short = case.replace(
         parents=torch.tensor([[-1, 0, 0, 1, -1, -1]]), tokens=torch.tensor([[-1, -1, 1, 0, 0, 0]])
     )
-    assert (
-        tree_backend.run_tree(short.replace(uniforms=f64([[NAN, 0.5, NAN, 2, -1, 0.5]]))).status
-        == 0
-    )
+    assert backend.run_tree(short.replace(uniforms=f64([[NAN, 0.5, NAN, 2, -1, 0.5]]))).status == 0
 
 
 # ---- T = 0, chains, rows, masks, maps -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
-def test_temperature_zero(tree_backend, rule):
+def test_temperature_zero(backend, rule):
     # Everything follows the arg max, whatever the coins; no draft law is read.
     for seed in range(3):
         case = make_tree_case(seed, vocab=3, philox=True, stray=False, filters=False)
         case = case.replace(temperature=torch.zeros(case.batch), rule=rule)
         bare = case.replace(draft_logits=case.inputs["draft_logits"] * NAN)
-        out = tree_backend.run_tree(bare)
-        greedy = tree_backend.run_tree(case.replace(rule="greedy"))
+        out = backend.run_tree(bare)
+        greedy = backend.run_tree(case.replace(rule="greedy"))
         assert out.status.tolist() == [0] * case.batch
         for name in ("tokens", "path", "num_accepted", "logprobs"):
             same([getattr(out, name)], [getattr(greedy, name)])
@@ -451,12 +448,12 @@ def test_temperature_zero(tree_backend, rule):
     ],
     ids=str,
 )
-def test_a_chain_is_block_verification_to_the_bit(tree_backend, options):
+def test_a_chain_is_block_verification_to_the_bit(backend, options):
     for seed in range(1 if "vocab" in options else 5):
         case = make_case(seed, **{"gamma": 4, **options})
-        chain, tree = tree_backend.run(case), tree_backend.run_tree(chain_as_tree(case))
+        chain, tree = backend.run(case), backend.run_tree(chain_as_tree(case))
         # The reference sums what a put-there token leaves, where `verify` subtracts.
-        same([tree.accept_probs[:, 1:]], [chain.accept_probs], 1e-7 * (tree_backend is REFERENCE))
+        same([tree.accept_probs[:, 1:]], [chain.accept_probs], 1e-7 * (backend is REFERENCE))
         for name in ("tokens", "num_accepted", "logprobs", "status"):
             same([getattr(tree, name)], [getattr(chain, name)])
         depth = torch.arange(tree.path.shape[1])
@@ -465,7 +462,7 @@ def test_a_chain_is_block_verification_to_the_bit(tree_backend, options):
 
 
 @pytest.mark.parametrize("rule", STOCHASTIC)
-def test_packed_and_shared_rows(tree_backend, rule):
+def test_packed_and_shared_rows(backend, rule):
     case = make_tree_case(5, rule=rule, packed=True, shared_rows=True)
     rows, shared = case.inputs["target_rows"], case.inputs["draft_rows"]
     index = shared[..., None].expand(-1, -1, case.inputs["draft_logits"].shape[-1])
@@ -475,7 +472,7 @@ def test_packed_and_shared_rows(tree_backend, rule):
         draft_logits=case.inputs["draft_logits"].gather(1, index),
         draft_rows=None,
     )
-    same(tree_backend.run_tree(case), tree_backend.run_tree(dense))
+    same(backend.run_tree(case), backend.run_tree(dense))
 
 
 def random_mask(shape, vocab, seed=0):
@@ -489,23 +486,23 @@ def random_mask(shape, vocab, seed=0):
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @pytest.mark.parametrize("draft", ["logits", "probs"])
-def test_masks(tree_backend, rule, draft):
+def test_masks(backend, rule, draft):
     case = make_tree_case(6, rule=rule, draft=draft, vocab=70, philox=True, draft_vocab=65)
     shape = case.inputs["tokens"].shape
     words, allowed = random_mask(shape, 70)
     hidden = case.inputs["target_logits"].masked_fill(~allowed, -math.inf)
     name, nothing = f"draft_{draft}", -math.inf if draft == "logits" else 0.0
     theirs = case.inputs[name].masked_fill(~allowed[..., :65], nothing)
-    expected = tree_backend.run_tree(case.replace(**{"target_logits": hidden, name: theirs}))
+    expected = backend.run_tree(case.replace(**{"target_logits": hidden, name: theirs}))
     strange = case.inputs["target_logits"].masked_fill(~allowed, NAN)
     for target in (case.inputs["target_logits"], strange):
         masked = case.replace(target_logits=target, allowed_mask=words)
-        same(tree_backend.run_tree(masked), expected)
+        same(backend.run_tree(masked), expected)
 
 
 @pytest.mark.parametrize("rule", ["traversal", "recursive"])
 @pytest.mark.parametrize("draft", ["logits", "probs"])
-def test_reduced_draft_vocabularies(tree_backend, rule, draft):
+def test_reduced_draft_vocabularies(backend, rule, draft):
     entries, vocab = 9, 17
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:entries]
     for seed in range(2):
@@ -519,28 +516,28 @@ def test_reduced_draft_vocabularies(tree_backend, rule, draft):
         mapped = case.replace(tokens=tokens, draft_token_ids=ids)
         for k in ("top_k", "top_p"):  # the target's are the draft's: ties are none here
             assert k in case.inputs
-        out = tree_backend.run_tree(mapped)
+        out = backend.run_tree(mapped)
         assert assert_trees_match(out, REFERENCE.run_tree(dense), dense) == 0
     broken = ids.clone()
     broken[2] = broken[3]
-    out = tree_backend.run_tree(mapped.replace(draft_token_ids=broken))
+    out = backend.run_tree(mapped.replace(draft_token_ids=broken))
     assert bool((out.status & 8 == 8).all())
     relaxed = mapped.replace(draft_token_ids=broken, rule="target_only")
-    assert bool((tree_backend.run_tree(relaxed).status & 8 == 0).all())
+    assert bool((backend.run_tree(relaxed).status & 8 == 0).all())
 
 
 # ---- randomness, invariance ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", STOCHASTIC)
-def test_seeds_are_their_uniforms(tree_backend, rule):
+def test_seeds_are_their_uniforms(backend, rule):
     case = make_tree_case(7, rule=rule, philox=True, stream=9)
-    coins = tree_backend.uniforms(case.inputs["seeds"], case.inputs["positions"], 8, stream=9)
+    coins = backend.uniforms(case.inputs["seeds"], case.inputs["positions"], 8, stream=9)
     given = case.replace(seeds=None, positions=None, uniforms=coins)
-    same(tree_backend.run_tree(case), tree_backend.run_tree(given))
+    same(backend.run_tree(case), backend.run_tree(given))
 
 
-def test_coupled_is_sampling_without_speculation(tree_backend):
+def test_coupled_is_sampling_without_speculation(backend):
     # The target's own draws, one position after the other, whatever the tree: a perfect binary one,
     # which holds them all, or any other.
     logits = torch.randn(6, 1, 2, generator=torch.Generator().manual_seed(0))
@@ -549,7 +546,7 @@ def test_coupled_is_sampling_without_speculation(tree_backend):
     steps = range(4)
     drawn = torch.stack(
         [
-            tree_backend.sample(
+            backend.sample(
                 logits[:, 0], **noise, **params, draft_index=depth, domain=3, stream=2
             ).tokens
             for depth in steps
@@ -562,7 +559,7 @@ def test_coupled_is_sampling_without_speculation(tree_backend):
     )
     for parents, tokens in (perfect, ([-1, 0, 0, 1, 1, 4], [-1, 0, 0, 1, 0, 1])):
         size = len(parents)
-        out = tree_backend.verify_tree(
+        out = backend.verify_tree(
             logits.expand(-1, size, -1),
             torch.tensor([tokens] * 6),
             torch.tensor([parents] * 6),
@@ -578,16 +575,16 @@ def test_coupled_is_sampling_without_speculation(tree_backend):
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
-def test_batch_and_order_do_not_matter(tree_operator, rule):
+def test_batch_and_order_do_not_matter(operator, rule):
     case = make_tree_case(9, batch=12, rule=rule, philox=True)
-    expected = tree_operator.run_tree(case)
+    expected = operator.run_tree(case)
     order = [11, 3, 3, 0, 7]
-    same(tree_operator.run_tree(case.select(order)), (t[order] for t in expected))
+    same(operator.run_tree(case.select(order)), (t[order] for t in expected))
     for b in range(4):
-        same(tree_operator.run_tree(case.select([b])), (t[b : b + 1] for t in expected))
+        same(operator.run_tree(case.select([b])), (t[b : b + 1] for t in expected))
 
 
-def test_strides_do_not_matter(tree_operator):
+def test_strides_do_not_matter(operator):
     case = make_tree_case(10, philox=True)
     strange = {}
     for name, value in case.inputs.items():
@@ -596,13 +593,13 @@ def test_strides_do_not_matter(tree_operator):
             strange[name] = torch.cat([pad, value, pad], -1)[..., 3:-3]
         elif isinstance(value, torch.Tensor):
             strange[name] = value.t().contiguous().t() if value.dim() == 2 else value
-    same(tree_operator.run_tree(case.replace(**strange)), tree_operator.run_tree(case))
+    same(operator.run_tree(case.replace(**strange)), operator.run_tree(case))
 
 
-def test_raw_logprobs(tree_backend):
+def test_raw_logprobs(backend):
     case = make_tree_case(11, stray=False)
-    raw = tree_backend.run_tree(case.replace(raw_logprobs=True))
-    plain = tree_backend.run_tree(case)
+    raw = backend.run_tree(case.replace(raw_logprobs=True))
+    plain = backend.run_tree(case)
     same([raw.tokens, raw.path, raw.accept_probs], [plain.tokens, plain.path, plain.accept_probs])
     table = case.inputs["target_logits"].log_softmax(-1)
     for b, n in enumerate(raw.num_accepted.tolist()):
@@ -612,15 +609,15 @@ def test_raw_logprobs(tree_backend):
         assert bool(raw.logprobs[b, n + 1 :].isnan().all())
 
 
-def test_a_deep_tree(tree_backend):
+def test_a_deep_tree(backend):
     size = 1024  # Python's own recursion would not get there
     parents = torch.arange(size)[None] - 1
     rows = torch.zeros(1, 1, 2).expand(1, size, 2)
     tokens = torch.zeros(1, size, dtype=torch.int64)
     coins = torch.zeros(1, size, dtype=torch.float64)
-    if tree_backend is REFERENCE:
+    if backend is REFERENCE:
         rows, tokens, parents, coins = (t[:, :1024] for t in (rows, tokens, parents, coins))
-    out = tree_backend.verify_tree(rows, tokens, parents, uniforms=coins, rule="recursive")
+    out = backend.verify_tree(rows, tokens, parents, uniforms=coins, rule="recursive")
     assert out.num_accepted.tolist() == [size - 1]
     assert torch.equal(out.path[0, :-1], torch.arange(1, size))
 
@@ -652,13 +649,13 @@ VARIANTS = {
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parity(tree_operator, variant, rule):
+def test_parity(operator, variant, rule):
     options = {**VARIANTS[variant], **(dict(philox=True) if rule == "coupled" else {})}
     for seed in range(2):
         case = make_tree_case(20 + seed, rule=rule, **options)
         expected = REFERENCE.run_tree(case)
         excused = assert_trees_match(
-            tree_operator.run_tree(case), expected, case, tolerance=tree_operator.tolerance
+            operator.run_tree(case), expected, case, tolerance=operator.tolerance
         )
         assert excused <= 1
 
@@ -759,9 +756,9 @@ VALUE_ERRORS = [
 
 
 @pytest.mark.parametrize(("changes", "message"), VALUE_ERRORS, ids=lambda v: str(v)[:50])
-def test_value_errors(tree_operator, changes, message):
+def test_value_errors(operator, changes, message):
     with pytest.raises(ValueError) as raised:
-        tree_operator.verify_tree(**{**arguments(), **changes})
+        operator.verify_tree(**{**arguments(), **changes})
     text = str(raised.value)
     assert text.startswith("verify_tree: ")
     for part in message.split(" | "):

@@ -69,17 +69,17 @@ def check(backend, law):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SMALL)
-def test_emitted_law_is_the_targets(tree_backend, shape, rule):
+def test_emitted_law_is_the_targets(backend, shape, rule):
     # The reference takes milliseconds a tree.
-    vocab = 2 if shape == "i.i.d., one goes on" and tree_backend is REFERENCE else 3
-    check(tree_backend, law_of(tree_backend.verify_tree, SMALL[shape], rule, vocab=vocab))
+    vocab = 2 if shape == "i.i.d., one goes on" and backend is REFERENCE else 3
+    check(backend, law_of(backend.verify_tree, SMALL[shape], rule, vocab=vocab))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", LARGE)
-def test_larger_trees(tree_operator, shape, rule):
+def test_larger_trees(operator, shape, rule):
     vocab = 2 if len(LARGE[shape][0]) > 6 else 3
-    check(tree_operator, law_of(tree_operator.verify_tree, LARGE[shape], rule, vocab=vocab))
+    check(operator, law_of(operator.verify_tree, LARGE[shape], rule, vocab=vocab))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -94,26 +94,26 @@ def test_larger_trees(tree_operator, shape, rule):
     ],
     ids=str,
 )
-def test_with_filters(tree_operator, rule, options):
+def test_with_filters(operator, rule, options):
     # Filters of the draft can leave nothing to draw without replacement: then nothing is there.
     for shape in ("i.i.d., one goes on", "all without replacement", "rest last"):
-        law = law_of(tree_operator.verify_tree, SMALL[shape], rule, seed=3, **options)
-        check(tree_operator, law)
+        law = law_of(operator.verify_tree, SMALL[shape], rule, seed=3, **options)
+        check(operator, law)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("draft_vocab", [2, 4])
-def test_other_draft_vocabularies(tree_operator, rule, draft_vocab):
+def test_other_draft_vocabularies(operator, rule, draft_vocab):
     models = toy_models(5, 3, 2, draft_vocab=draft_vocab)
     for kinds in ([0, 1, 1, 1], [0, 2, 2, 0], [0, 3, 0, 1]):
         check(
-            tree_operator,
-            law_of(tree_operator.verify_tree, ([-1, 0, 0, 1], kinds), rule, models=models),
+            operator,
+            law_of(operator.verify_tree, ([-1, 0, 0, 1], kinds), rule, models=models),
         )
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_in_a_batch_with_greedy_requests_and_padding(tree_operator, rule):
+def test_in_a_batch_with_greedy_requests_and_padding(operator, rule):
     # Every call has other trees at T = 0 beside it, and two nodes of padding in every request.
     other = {"tokens": 1, "parents": 0, "temperature": 0.0, "uniforms": 0.25}
 
@@ -134,12 +134,12 @@ def test_in_a_batch_with_greedy_requests_and_padding(tree_operator, rule):
         count, size = inputs["tokens"].shape
         rule = inputs.pop("rule")
         inputs = {"temperature": torch.ones(count), **inputs}
-        out = tree_operator.verify_tree(**{k: crowded(k, v) for k, v in inputs.items()}, rule=rule)
+        out = operator.verify_tree(**{k: crowded(k, v) for k, v in inputs.items()}, rule=rule)
         assert all(bool((t[1:-1, size:] == -1).all()) for t in (out.tokens, out.path))
         return VerifyTreeResult(*(t[1:-1, :size] if t.dim() > 1 else t[1:-1] for t in out))
 
-    check(tree_operator, law_of(verify_tree, SMALL["i.i.d., one goes on"], rule))
-    check(tree_operator, law_of(verify_tree, SMALL["rest last"], rule))
+    check(operator, law_of(verify_tree, SMALL["i.i.d., one goes on"], rule))
+    check(operator, law_of(verify_tree, SMALL["rest last"], rule))
 
 
 def test_target_only_is_lossless_however_the_tree_was_drafted():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import CPU, REFERENCE, TRITON, f64
 from test_parity import RULES, VARIANTS
+from test_tree import as_trees, one_tree, quiet
 
 import specdec_ext
 from specdec_ext import ops
@@ -22,6 +23,7 @@ from specdec_ext.testing import (
     make_case,
     toy_models,
 )
+from specdec_ext.testing_trees import TreeCase, assert_trees_match, exact_tree_law
 
 if not find_spec("triton"):
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -272,12 +274,14 @@ def test_residual_weights_that_are_all_rounded_to_zero():
         task = f64([[0, 1, 1.0, 0.0, 2, u]]).to(TRITON.device)
         masses = torch.full((1, 1), 1e-30, dtype=torch.float64, device=TRITON.device)
         sums = torch.zeros(1, 1, dtype=torch.int64, device=TRITON.device)
+        accepted = torch.zeros(1, dtype=torch.int32, device=TRITON.device)
         tokens = torch.full((1, 1), -1, device=TRITON.device)
         logprobs = torch.zeros(1, 1, device=TRITON.device)
         launch.launch(
             verify.draw_last_tokens,
             1,
-            *(rows, None, verify.Laws(laws, None), task, masses, sums, tokens, logprobs, 0, 1),
+            *(rows, None, verify.Laws(laws, None), task, None, masses, sums, accepted),
+            *(tokens, logprobs, 0, 1),
             RACED=False,
             TILE=128,
         )
@@ -518,6 +522,98 @@ def test_noise_is_log1p_to_a_few_ulp():
         assert found == pytest.approx(-math.log1p(-u), rel=8e-16, abs=0)
 
 
+# ---- trees --------------------------------------------------------------------------------------
+
+
+def compare_trees(case):
+    """Equal to the reference, and what it was."""
+    result = TRITON.run_tree(case)
+    assert assert_trees_match(result, REFERENCE.run_tree(case), case) == 0
+    return result
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kinds="mixed", draft_filters=True, batch=6, gamma=4),
+        dict(vocab=9001, dtype=torch.bfloat16, filters=False, batch=2, gamma=3, draft_vocab=5000),
+    ],
+    ids=str,
+)
+def test_a_chain_is_block_verification_to_the_bit(options):
+    case = make_case(53, **options)
+    chain, tree = TRITON.run(case), TRITON.run_tree(as_trees(case))
+    same([tree.accept_probs[:, 1:]], [chain.accept_probs])
+    for name in ("tokens", "num_accepted", "logprobs", "status"):
+        same([getattr(tree, name)], [getattr(chain, name)])
+
+
+def star(kinds, tokens, q, p, rule):
+    """A root with many children, none of which is accepted if it can be helped."""
+    size = len(tokens) + 1
+    parents, coins = [-1] + [0] * (size - 1), quiet(size)
+    return one_tree(parents, [-1, *tokens], [0, *kinds], p, q, coins, rule=rule)
+
+
+def crowded(tokens, mass, seed):
+    """A law over 9,001 tokens, three tiles, with so much on those of a list."""
+    weights = torch.rand(9001, generator=torch.Generator().manual_seed(seed)).double()
+    weights[tokens] *= mass / (1 - mass) * weights.sum() / weights[tokens].sum()
+    return (weights / weights.sum()).tolist()
+
+
+# More than a search takes at once, all over the tiles.
+MANY = [(k * 1237 + 4090) % 9001 for k in range(36)]
+
+
+@pytest.mark.parametrize("rule", ["traversal", "recursive"])
+def test_many_children_without_replacement(rule):
+    # The last one is drawn from so little of q that it is summed.
+    case = star([2] * 37, [*MANY, 100], crowded(MANY, 0.99, 54), crowded([5], 0.1, 55), rule)
+    result = compare_trees(case)
+    assert result.num_accepted.item() == 0 and result.tokens[0, 0] not in [*MANY, 100]
+    assert result.accept_probs[0, -1] == pytest.approx(0.2813, abs=1e-4)
+
+
+@pytest.mark.parametrize("rule, fixed", [("traversal", 0.98), ("recursive", 0.4)])
+def test_many_children_put_there_beside_the_rest(rule, fixed):
+    # Tokens repeat; what the rest has of q is summed or, where there is enough, a difference.
+    tokens, kinds = [*MANY[:20], *MANY[10:], 777], [0] * 46 + [3]
+    case = star(kinds, tokens, crowded(MANY, fixed, 54), crowded(MANY, 0.5, 55), rule)
+    result = compare_trees(case)
+    assert result.num_accepted.item() == 0 and result.tokens[0, 0] not in tokens
+    probs = result.accept_probs[0, 1:]
+    assert [k for k in range(47) if probs[k] == 0] == list(range(20, 30))
+    assert probs[-1] == pytest.approx(0.5654, abs=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["traversal", "recursive"])
+def test_deep_trees(rule):
+    # Two chains side by side, index by index; the first is accepted up to node 61, the second not.
+    size = 131
+    parents = torch.arange(size)[None] - 2
+    parents[0, :3] = torch.tensor([-1, 0, 0])
+    tokens = torch.arange(size)[None] % 2
+    coins = torch.where(torch.arange(size)[None] < 61, 0.0, 1 - 2.0**-53).double()
+    logits = torch.tensor([0.0, 1.0]).expand(1, size, 2)
+    result = compare_trees(
+        TreeCase(
+            dict(target_logits=logits, tokens=tokens, parents=parents, uniforms=coins, rule=rule)
+        )
+    )
+    assert result.num_accepted.item() == 31
+    assert result.path[0, :31].tolist() == list(range(1, 62, 2))
+
+
+def test_law_of_a_tree_is_the_targets():
+    # A child from the rest, one put there. Steps are found on multiples of 2^-10.
+    parents, kinds = [-1, 0, 0], [0, 3, 0]
+    target, draft = toy_models(55, 2, 1)
+    law = exact_tree_law(TRITON.verify_tree, parents, kinds, target, draft, bits=10)
+    assert law.tv < 4e-3
+    assert abs(float(law.num_accepted.sum()) - 1) < 1e-9
+
+
 # ---- operators ----------------------------------------------------------------------------------
 
 
@@ -547,11 +643,14 @@ def test_opcheck():
     tokens, draft = target[:, :2].argmax(-1), target[:, :2].clone()
     seeds, coins = torch.arange(2), torch.zeros(2, 3, dtype=torch.float64)
     top_k = torch.tensor([2, 3])
+    nodes, parents = torch.nn.functional.pad(tokens, (1, 0)), torch.tensor([[-1, 0, 1]] * 2)
+    greedy = dict(seeds=seeds, positions=seeds, temperature=torch.zeros(2))
     calls = [
         ("row_law", (target[:, 0],), dict(top_k=top_k)),
         ("sample", (target[:, 0],), dict(seeds=seeds, positions=seeds, stream=3)),
         ("verify", (target, tokens, draft), dict(uniforms=coins)),
         ("verify", (target, tokens), dict(rule="top_beta", full_accept_probs=True)),
+        ("verify_tree", (target, nodes, parents, target), greedy),
         ("acceptance", (target[:, 0], draft[:, 1]), dict(top_k=top_k)),
         ("uniforms", (seeds, seeds, 4), {}),
     ]

@@ -21,6 +21,7 @@ from triton.runtime import driver
 
 import specdec_ext.triton as backend
 from specdec_ext.testing import make_case
+from specdec_ext.testing_trees import make_tree_case
 
 kind, arch, warp, extent = sys.argv[1:]
 arch = int(arch) if arch.isdigit() else arch
@@ -69,6 +70,11 @@ def verify(rule, **options):
     operators.verify(**case.inputs)
 
 
+def verify_tree(rule, **options):
+    case = make_tree_case(0, **{"rule": rule, "batch": 2, "nodes": 9, "vocab": 2048, **options})
+    operators.verify_tree(**case.inputs)
+
+
 def attend(nodes, size, dtype, places=9000, **options):
     q, cache = (torch.zeros(2, n, h, size, dtype=dtype) for n, h in ((nodes, 8), (places, 2)))
     bits = torch.zeros(2, nodes, (nodes + 63) // 64, dtype=torch.int64)
@@ -78,6 +84,7 @@ def attend(nodes, size, dtype, places=9000, **options):
 if extent == "every kernel":
     verify("block", dtype=bf16, draft_filters=True)
     verify("top_beta", dtype=bf16, filters=False)
+    verify_tree("traversal", dtype=bf16, packed=True)
     operators.row_law(row, **filters)
     operators.sample(row, torch.zeros(2, dtype=torch.float64))
     operators.uniforms(seeds, seeds, 4)
@@ -91,6 +98,11 @@ elif extent == "masks and maps":
     hidden = dict(allowed_mask=True)
     verify("block", dtype=bf16, draft="probs", packed=True, draft_token_ids=True, **hidden)
     verify("coupled", philox=True, **hidden)
+    masked = dict(allowed_mask=torch.zeros(2, 9, 64, dtype=i32))
+    case = make_tree_case(0, batch=2, nodes=9, vocab=2048, draft_vocab=999, dtype=bf16)
+    operators.verify_tree(**case.inputs, **masked, draft_token_ids=ids)
+    case = make_tree_case(0, batch=2, nodes=9, vocab=2048, rule="coupled", philox=True)
+    operators.verify_tree(**case.inputs, **masked)
     operators.sample(row[:, :999], domain=3, draft_token_ids=ids, **at)
     operators.sample(row[:, :999], allowed_mask=words, draft_token_ids=ids, **at, **filters)
 else:
@@ -100,6 +112,10 @@ else:
     verify("greedy", gamma=1, ragged=False)
     verify("block", draft="probs", filters=False, gamma=1, vocab=300, kinds="mixed")
     verify("block", draft="none", gamma=0, dtype=f16, filters=False)
+    verify_tree("recursive", philox=True, shared_rows=True, draft="probs", vocab=9001)
+    verify_tree("target_only", nodes=1, draft="none", raw_logprobs=True, dtype=f16)
+    verify_tree("traversal", nodes=1024, id_dtype=i32, filters=False, draft_filters=True)
+    verify_tree("greedy", nodes=100)
     operators.sample(row.float(), seeds=seeds, positions=seeds, stream=1, domain=1, **filters)
     operators.acceptance(row, row.float()[:, :999], draft_top_p=torch.ones(2))
     parents = torch.zeros(2, 1000, dtype=i32)

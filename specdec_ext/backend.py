@@ -130,7 +130,7 @@ _BACKENDS = {
 
 
 #: Backends without kernels for an operator.
-_WITHOUT = {"tree_attention": ("cuda",), "verify_tree": ("triton",)}
+_WITHOUT = {"tree_attention": ("cuda",)}
 
 
 @cache

@@ -853,8 +853,8 @@ def verify_tree(
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
         and neither uniforms nor seeds are given; the default generator of the device if None.
-    backend : {"auto", "cpu", "reference"}
-        As in `row_law`; Triton has no kernels for trees, and is refused.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
+        As in `row_law`.
 
     Returns
     -------

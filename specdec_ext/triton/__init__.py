@@ -21,7 +21,7 @@ __all__ = ["OPERATORS", "absence", "is_interpreted", "register"]
 
 #: In csrc/library.cpp's order.
 OPERATORS = (
-    *("row_law", "sample", "verify", "acceptance", "uniforms"),
+    *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
     *("tree_mask", "compact_kv", "tree_attention"),
 )
 

@@ -129,18 +129,24 @@ def has_wild_uniform(coins, b, drafted, gamma):
 
 
 @triton.jit
+def begin_request(call, b, vocab):
+    """Whether request b is at T = 0, and whether a parameter of it is out of range."""
+    filters = filters_at(call.target, b, vocab)
+    bad = filters.out_of_range > 0
+    if call.draft is not None:
+        bad = bad | (filters_at(call.draft, b, vocab).out_of_range > 0)
+    if call.broken is not None:
+        bad = bad | (tl.load(call.broken) != 0)
+    return is_greedy(filters), bad
+
+
+@triton.jit
 def open_request(chain, b, vocab, gamma, IGNORES_SAMPLING: tl.constexpr):
     """Look at the parameters and ids of request b."""
     drafted, status = count_drafted(chain, b, gamma)
     greedy = drafted >= 0
     if not IGNORES_SAMPLING:
-        filters = filters_at(chain.target, b, vocab)
-        bad = filters.out_of_range > 0
-        if chain.draft is not None:
-            bad = bad | (filters_at(chain.draft, b, vocab).out_of_range > 0)
-        if chain.broken is not None:
-            bad = bad | (tl.load(chain.broken) != 0)
-        greedy = is_greedy(filters)
+        greedy, bad = begin_request(chain, b, vocab)
         if chain.coins.uniforms is not None:
             bad = bad | ((greedy == 0) & has_wild_uniform(chain.coins, b, drafted, gamma))
         status = tl.where(bad, status | PARAMETER_OUT_OF_RANGE, status)
@@ -224,4 +230,4 @@ def write_verdict(chain, laws, outputs, b, accepted, status, gamma, task):
 def task_after(row, residual, inflow, sampled, token, u):
     """Draw from the residual of a rejected token at a node with this inflow, or from the target."""
     draft = tl.where(sampled > 0, 1.0, 0.0).to(tl.float64)
-    return Task(row.to(tl.int64), residual.to(tl.int32), inflow, draft, token, u)
+    return Task(row.to(tl.int64), residual.to(tl.int32), inflow, draft, token, u, None)

@@ -30,18 +30,44 @@ from .laws import (
 SUM_STEP = tl.constexpr(64)
 
 
+class Children(NamedTuple):
+    """The usable children of all nodes of trees, those of a node in adjacent slots, in their order.
+
+    `tried`, `fixed` and `drawn` are lists: a slot's token, or -1 where it is not of them.
+    """
+
+    first: Any  # [B, N + 1] int64: the slot of a node's first child, and where the last node's end
+    nodes: Any  # N
+    node: Any  # [B, N] int32 by slot, as all that follow
+    token: Any  # int32
+    kind: Any  # int8
+    tried: Any  # int32, looked at: not in the residual
+    fixed: Any  # int32, put there beside a child from the rest: the draft's law is 0 there
+    drawn: Any  # int32, drawn without replacement
+
+
+class Siblings(NamedTuple):
+    """The children of one node."""
+
+    first: Any  # slots, int64
+    last: Any  # the one after them
+    tried: Any
+    fixed: Any
+
+
 class Task(NamedTuple):
     """What is to be drawn for one request."""
 
     row: Any  # of the request's target rows, int64
-    residual: Any  # int32: [target * p - draft * q]+ without `excluded`
+    residual: Any  # int32: [target * p - draft * q]+ without `excluded` or what `siblings` list
     target: Any  # float64
     draft: Any  # float64; 0: no draft law in the residual
     excluded: Any  # int64, -1: nothing
     u: Any  # float64
+    siblings: Any  # Siblings, of a tree's node; or None
 
 
-#: A task in memory is this many float64, which hold each of its fields exactly.
+#: A task in memory is this many float64, which hold each of its fields but the last exactly.
 TASK_FIELDS = tl.constexpr(6)
 
 
@@ -58,16 +84,28 @@ def store_task(tasks, b, task):
 
 
 @triton.jit
-def load_task(tasks, b):
-    """Read the task of request b."""
+def siblings_at(children, b, node):
+    """Find the children of a node of request b, int64 both."""
+    first = children.first + b * (children.nodes + 1) + node
+    return Siblings(tl.load(first), tl.load(first + 1), children.tried, children.fixed)
+
+
+@triton.jit
+def load_task(tasks, children, b):
+    """Read the task of request b; `children` is None where it is no tree."""
     base = tasks + b * TASK_FIELDS
+    row = tl.load(base).to(tl.int64)
+    siblings = None
+    if children is not None:
+        siblings = siblings_at(children, b, row)
     return Task(
-        tl.load(base).to(tl.int64),
+        row,
         tl.load(base + 1).to(tl.int32),
         tl.load(base + 2),
         tl.load(base + 3),
         tl.load(base + 4).to(tl.int64),
         tl.load(base + 5),
+        siblings,
     )
 
 
@@ -88,6 +126,15 @@ def law_masses(source, law, tile, TILE: tl.constexpr):
 
 
 @triton.jit
+def without(values, padding, tokens, first, last, tile, TILE: tl.constexpr):
+    """Put `padding` in a tile, in the order of the tokens, where slots of a list say so."""
+    index = tile * TILE + tl.arange(0, TILE)
+    for slot in range(first, last):
+        values = tl.where(index == tl.load(tokens + slot), padding, values)
+    return values
+
+
+@triton.jit
 def draft_weights(draft, laws, b, task, tile, TILE: tl.constexpr):
     """Part of a residual's weights that the draft's law takes away."""
     law = load_law(laws.draft, b * draft.steps + task.row)
@@ -98,6 +145,9 @@ def draft_weights(draft, laws, b, task, tile, TILE: tl.constexpr):
     else:
         x = load_tile(source, tile, -INFINITY, TILE)
         found = weights_of(x, law.max, law.scale, law_threshold(law))
+    if task.siblings is not None:
+        siblings = task.siblings
+        found = without(found, 0.0, siblings.fixed, siblings.first, siblings.last, tile, TILE)
     return scale * found
 
 
@@ -106,8 +156,12 @@ def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr
     """Weights of a tile of a residual."""
     source = row_at(target, b, task.row)
     x = load_tile(source, tile, -INFINITY, TILE)
-    index = tile * TILE + tl.arange(0, TILE)
-    x = tl.where(index == task.excluded, -INFINITY, x)
+    if task.siblings is not None:
+        siblings = task.siblings
+        x = without(x, -INFINITY, siblings.tried, siblings.first, siblings.last, tile, TILE)
+    else:
+        index = tile * TILE + tl.arange(0, TILE)
+        x = tl.where(index == task.excluded, -INFINITY, x)
     scale = (task.target / law.z).to(tl.float32)
     weights = scale * weights_of(x, law.max, law.scale, law_threshold(law))
     if draft is not None:

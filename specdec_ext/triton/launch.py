@@ -86,20 +86,24 @@ def rows_of(
     mask: Mask | None = None,
     token_map: TokenMap | None = None,
 ) -> Rows:
-    """Describe [R, V], [B, S, V], or packed [R, V] with an index [B, S]."""
-    dense = tensor.dim() == 3
-    steps = tensor.shape[1] if dense else 1 if index is None else index.shape[1]
+    """Describe [R, V], [B, S, V], or with an index [B, S] a table [R, V] or [B, R, V]."""
+    if tensor.dim() == 3:
+        stride_b, stride_s, number = tensor.stride(0), tensor.stride(1), tensor.shape[1]
+    elif index is not None:
+        stride_b, stride_s, number = 0, tensor.stride(0), tensor.shape[0]
+    else:
+        stride_b, stride_s, number = tensor.stride(0), 0, 1
     return Rows(
         tensor,
         tensor.shape[-1],
-        steps,
-        tensor.stride(0),
-        tensor.stride(1) if dense else 0,
+        number if index is None else index.shape[1],
+        stride_b,
+        stride_s,
         1 if linear else None,
         index,
         stride_of(index),
         stride_of(index, 1),
-        tensor.shape[0],
+        number,
         mask,
         token_map,
     )
@@ -150,11 +154,14 @@ def batch_of(
     tokens: Tensor | None = None,
     lengths: Tensor | None = None,
     target: Sampling | None = None,
+    wanted: Tensor | None = None,
 ) -> Batch:
     """Describe rows, their parameters, the tokens [B, n] drafted at them, and which rows matter."""
     number = 0 if tokens is None else tokens.shape[1]
     strides = (stride_of(tokens), stride_of(tokens, 1))
-    return Batch(rows, sampling, tokens, *strides, number, lengths, stride_of(lengths), target)
+    return Batch(
+        *(rows, sampling, tokens, *strides, number, lengths, stride_of(lengths), target, wanted)
+    )
 
 
 def has_filters(sampling: Sampling) -> bool:

@@ -48,6 +48,7 @@ class Batch(NamedTuple):
     lengths: Any  # [B]: rows of a request after its length are not wanted; or None
     lengths_stride: Any
     target: Any  # Sampling: rows of requests at T = 0 are not wanted; or None
+    wanted: Any  # [B, steps] int8: which rows are, where only the device knows; or None
 
 
 class Summaries(NamedTuple):
@@ -68,6 +69,8 @@ def is_wanted(batch, b, s):
         wanted = s <= tl.maximum(length, 0)
     if batch.target is not None:
         wanted = wanted & (is_greedy_at(batch.target, b) == 0)
+    if batch.wanted is not None:
+        wanted = wanted & (tl.load(batch.wanted + b * batch.rows.steps + s) != 0)
     return wanted
 
 

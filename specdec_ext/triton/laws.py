@@ -38,8 +38,9 @@ class TokenMap(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows over a vocabulary: dense [B, steps, vocab], or packed [num_rows, vocab] with an index.
+    """Rows over a vocabulary: dense [B, steps, vocab], or through an index into a table.
 
+    Tables are [num_rows, vocab], of stride_b 0, or each request's own, [B, num_rows, vocab].
     Strides in elements.
     """
 
@@ -135,8 +136,8 @@ def plain_row(data, entries):
 
 @triton.jit
 def row_at(rows, b, s):
-    """Point to row s of request b, int64 both; no entries where a packed index or a map is wild."""
-    offset = b * rows.stride_b + s * rows.stride_s
+    """Point to row s of request b, int64 both; no entries where an index or a map is wild."""
+    place = s
     entries = rows.vocab
     known = rows.vocab
     words = None
@@ -146,7 +147,7 @@ def row_at(rows, b, s):
         index = tl.load(rows.index + b * rows.index_stride_b + s * rows.index_stride_s)
         index = index.to(tl.int64)
         present = (index >= 0) & (index < rows.num_rows)
-        offset = tl.where(present, index, 0) * rows.stride_b
+        place = tl.where(present, index, 0)
         entries = tl.where(present, rows.vocab, 0)
     if rows.map is not None:
         entries = tl.where(tl.load(rows.map.broken) == 0, entries, 0)
@@ -156,7 +157,8 @@ def row_at(rows, b, s):
     if rows.mask is not None:
         known = rows.mask.num_tokens
         words = rows.mask.words + b * rows.mask.stride_b + s * rows.mask.stride_s
-    return Row(rows.data + offset, entries, words, known, tokens, places)
+    data = rows.data + b * rows.stride_b + place * rows.stride_s
+    return Row(data, entries, words, known, tokens, places)
 
 
 @triton.jit

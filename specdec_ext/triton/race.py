@@ -99,10 +99,11 @@ def run_tile(source, law, seed, position, stream, tile, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first", "tiles", "splits"])
-def run_races(rows, coins, laws, times, winners, first, tiles, splits, TILE: tl.constexpr):
+def run_races(rows, coins, laws, depths, times, winners, first, tiles, splits, TILE: tl.constexpr):
     """Write the tiles' winners of all rows that are raced. Grid: rows x splits.
 
-    Row s of a request races with the noise of `first` + s positions after the call's.
+    Row s of a request races with the noise of `first` + s positions after the call's; with
+    `depths` [rows], of `first` + its depth.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
@@ -114,7 +115,10 @@ def run_races(rows, coins, laws, times, winners, first, tiles, splits, TILE: tl.
         source = row_at(rows, b, s)
         seed = tl.load(coins.seeds + b * coins.seeds_stride).to(tl.uint64)
         position = tl.load(coins.positions + b * coins.positions_stride).to(tl.uint64)
-        position += (s + first).to(tl.uint64)
+        after = s
+        if depths is not None:
+            after = tl.load(depths + row).to(tl.int64)
+        position += (after + first).to(tl.uint64)
         for tile in range(split, tiles, splits):
             time, winner = run_tile(source, law, seed, position, coins.stream, tile, TILE)
             tl.store(times + row * tiles + tile, time)
@@ -141,7 +145,14 @@ def finish_races(laws, times, winners, tiles):
         tl.store(laws + row * LAW_FIELDS + EXTRA_FIELD, winner.to(tl.float64))
 
 
-def find_winners(tiles: Tiling, rows: Rows, coins: Coins, laws: Tensor, first: int = 0) -> None:
+def find_winners(
+    tiles: Tiling,
+    rows: Rows,
+    coins: Coins,
+    laws: Tensor,
+    first: int = 0,
+    depths: Tensor | None = None,
+) -> None:
     """Let the rows of laws [rows, LAW_FIELDS] race; each law's `extra` becomes its winner."""
     number = laws.shape[0]
     times = laws.new_empty((number, tiles.number))
@@ -150,7 +161,7 @@ def find_winners(tiles: Tiling, rows: Rows, coins: Coins, laws: Tensor, first: i
     launch(
         run_races,
         number * splits,
-        *(rows, coins, laws, times, winners, first, tiles.number, splits),
+        *(rows, coins, laws, depths, times, winners, first, tiles.number, splits),
         TILE=tiles.size,
         num_warps=8,
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 from .chain import COLUMNS, Chain, Laws, Outputs, target_law
 from .draw import (
     TASK_FIELDS,
+    Children,
     draw_from_law,
     draw_threshold,
     find_entry,
@@ -57,6 +58,7 @@ from .laws import (
 from .philox import Coins
 from .race import find_winners
 from .token_map import token_map_of
+from .tree_visit import TreeOutputs
 from .verify_block import Flow, decide_block, flow_down, node_masses
 from .verify_stepwise import decide_stepwise
 
@@ -73,12 +75,14 @@ def residual_mass(task, masses, b, tiles):
 
 
 @triton.jit(do_not_specialize=["gamma", "tiles", "splits"])
-def weigh_residuals(target, draft, laws, tasks, masses, gamma, tiles, splits, TILE: tl.constexpr):
+def weigh_residuals(
+    target, draft, laws, tasks, children, masses, gamma, tiles, splits, TILE: tl.constexpr
+):
     """Write the masses of the residuals' tiles. Grid: requests x splits."""
     program = tl.program_id(0).to(tl.int64)
     b = program // splits
     split = (program % splits).to(tl.int32)
-    task = load_task(tasks, b)
+    task = load_task(tasks, children, b)
     law = target_law(laws, b, task.row, gamma)
     if needs_draw(law) & (task.residual > 0):
         for tile in range(split, tiles, splits):
@@ -87,7 +91,9 @@ def weigh_residuals(target, draft, laws, tasks, masses, gamma, tiles, splits, TI
 
 
 @triton.jit(do_not_specialize=["gamma", "tiles", "splits"])
-def sum_draws(target, draft, laws, tasks, masses, sums, gamma, tiles, splits, TILE: tl.constexpr):
+def sum_draws(
+    target, draft, laws, tasks, children, masses, sums, gamma, tiles, splits, TILE: tl.constexpr
+):
     """Write the tiles' sums of integer weights. Grid: requests x splits.
 
     No residual mass, by rounding or because p = q: the target's own law is what is left.
@@ -95,7 +101,7 @@ def sum_draws(target, draft, laws, tasks, masses, sums, gamma, tiles, splits, TI
     program = tl.program_id(0).to(tl.int64)
     b = program // splits
     split = (program % splits).to(tl.int32)
-    task = load_task(tasks, b)
+    task = load_task(tasks, children, b)
     law = target_law(laws, b, task.row, gamma)
     if needs_draw(law):
         mass = residual_mass(task, masses, b, tiles)
@@ -132,15 +138,15 @@ def draw_task(target, draft, laws, task, law, masses, sums, b, tiles, TILE: tl.c
 
 @triton.jit(do_not_specialize=["gamma", "tiles"])
 def draw_last_tokens(
-    target, draft, laws, tasks, masses, sums, tokens, logprobs, gamma, tiles,
-    RACED: tl.constexpr, TILE: tl.constexpr,
+    target, draft, laws, tasks, children, masses, sums, num_accepted, tokens, logprobs,
+    gamma, tiles, RACED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the last token of every request. Grid: requests. Token 0 where there is no law.
 
     RACED: it has won a race.
     """
     b = tl.program_id(0).to(tl.int64)
-    task = load_task(tasks, b)
+    task = load_task(tasks, children, b)
     law = target_law(laws, b, task.row, gamma)
     token = tl.full([], 0, tl.int64)
     if law.kind == POINT_MASS:
@@ -154,7 +160,7 @@ def draw_last_tokens(
     logprob = tl.full([], float("nan"), tl.float32)
     if law.kind != NO_LAW:
         logprob = log_probability(law, value_at(row_at(target, b, task.row), token))
-    place = b * (gamma + 1) + task.row
+    place = b * (gamma + 1) + tl.load(num_accepted + b)
     tl.store(tokens + place, token)
     tl.store(logprobs + place, logprob)
 
@@ -178,7 +184,9 @@ def write_raw_logprobs(laws, num_accepted, logprobs, gamma):
 # ---- the operator -------------------------------------------------------------------------------
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
+    """Sizes of a call; of a tree, gamma counts its nodes but the root."""
+
     batch: int
     gamma: int
     vocab: int
@@ -190,12 +198,12 @@ READ_DRAFT = ("block", "token", "lenient")
 EXTRAS = {"top_beta": RANK, "typical": ENTROPY}
 
 #: The rules that draw take coins; a race brings its own noise.
-_NO_COINS = coins_of(None, None, None, 0)
+NO_COINS = coins_of(None, None, None, 0)
 
 
 def _decide_block(
     call: SimpleNamespace,
-    shape: _Shape,
+    shape: Shape,
     target: Batch,
     draft: Batch | None,
     chain: Chain,
@@ -224,7 +232,7 @@ def _decide_block(
 
 
 def _decide_stepwise(
-    call: SimpleNamespace, shape: _Shape, chain: Chain, laws: Laws, outputs: Outputs
+    call: SimpleNamespace, shape: Shape, chain: Chain, laws: Laws, outputs: Outputs
 ) -> None:
     launch(
         decide_stepwise,
@@ -237,17 +245,19 @@ def _decide_stepwise(
     )
 
 
-def _draw(
-    shape: _Shape,
+def draw_tokens(
+    shape: Shape,
     target: Batch,
     draft: Batch | None,
     laws: Laws,
-    outputs: Outputs,
+    outputs: Outputs | TreeOutputs,
     *,
+    children: Children | None = None,
     raced: bool,
 ) -> None:
+    """Draw the last token of every request."""
     batch, gamma, _, tiles = shape
-    sources = (target.rows, draft and draft.rows, laws, outputs.tasks)
+    sources = (target.rows, draft and draft.rows, laws, outputs.tasks, children)
     tile = dict(TILE=tiles.size, num_warps=8)
     masses = sums = None
     if not raced:
@@ -260,13 +270,14 @@ def _draw(
     launch(
         draw_last_tokens,
         batch,
-        *(*sources, masses, sums, outputs.tokens, outputs.logprobs, gamma, tiles.number),
+        *(*sources, masses, sums, outputs.num_accepted, outputs.tokens, outputs.logprobs),
+        *(gamma, tiles.number),
         RACED=raced,
         **tile,
     )
 
 
-def _rewrite_logprobs(call: SimpleNamespace, shape: _Shape, outputs: Outputs) -> None:
+def _rewrite_logprobs(call: SimpleNamespace, shape: Shape, outputs: Outputs) -> None:
     mask = mask_of(call.allowed_mask, shape.vocab)
     rows = rows_of(call.target_logits, call.target_rows, mask=mask)
     batch = batch_of(rows, sampling_of(), outputs.tokens, outputs.num_accepted)
@@ -279,7 +290,8 @@ def _rewrite_logprobs(call: SimpleNamespace, shape: _Shape, outputs: Outputs) ->
     )
 
 
-def _coins_of(call: SimpleNamespace) -> Coins:
+def given_coins(call: SimpleNamespace) -> Coins:
+    """Describe the randomness of a call."""
     return coins_of(call.uniforms, call.seeds, call.positions, call.stream)
 
 
@@ -302,7 +314,7 @@ def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap | None) -> 
         None if token_map is None else token_map.broken,
         own,
         draft_sampling_of(call) if call.draft_logits is not None else None,
-        _NO_COINS if call.rule == "coupled" else _coins_of(call),
+        NO_COINS if call.rule == "coupled" else given_coins(call),
     )
 
 
@@ -331,7 +343,7 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
     token_map = token_map_of(ids, vocab)
     chain = _chain_of(call, vocab, token_map)
     target, draft = _batches(call, chain, token_map)
-    shape = _Shape(batch, gamma, vocab, tiling(vocab, draft.rows.vocab if draft else 1))
+    shape = Shape(batch, gamma, vocab, tiling(vocab, draft.rows.vocab if draft else 1))
     first_draft = batch * (gamma + 1)
     data = compute_laws(
         shape.tiles,
@@ -344,12 +356,12 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
     laws = Laws(data, data[first_draft:] if draft else None)
     raced = call.rule == "coupled"
     if raced:
-        find_winners(shape.tiles, target.rows, _coins_of(call), data)
+        find_winners(shape.tiles, target.rows, given_coins(call), data)
     outputs = Outputs(*results, data.new_empty((batch, TASK_FIELDS.value)))
     if call.rule == "block":
         _decide_block(call, shape, target, draft, chain, laws, outputs)
     else:
         _decide_stepwise(call, shape, chain, laws, outputs)
-    _draw(shape, target, draft, laws, outputs, raced=raced)
+    draw_tokens(shape, target, draft, laws, outputs, raced=raced)
     if call.raw_logprobs or call.rule == "top_beta":
         _rewrite_logprobs(call, shape, outputs)

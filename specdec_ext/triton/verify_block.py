@@ -112,7 +112,7 @@ def node_masses(target, draft, laws, flow, gamma, tiles, splits, TILE: tl.conste
         if (inflow < 1.0) & (sampled != 0):
             one = tl.full([], 1.0, tl.float64)
             nothing = tl.full([], -1, tl.int64)
-            task = Task(node, sampled.to(tl.int32), inflow, one, nothing, one)
+            task = Task(node, sampled.to(tl.int32), inflow, one, nothing, one, None)
             law = target_law(laws, b, node, gamma)
             place = flow.masses + (b * (gamma + 1) + node) * tiles
             for tile in range(split, tiles, splits):

@@ -1,0 +1,173 @@
+"""Tree verification: what the trees are, laws of their rows, the rule, then the last draws.
+
+Launches: the opening (1), the laws (2, with filters 4), the rule (1; coupled 3), the draws (3;
+coupled 1), the log-probabilities (1; raw ones 3), and the map of a reduced draft vocabulary (1 and
+two fills). Traffic: rows of the nodes that tokens lead to once for their laws, and tree_visit.py;
+the winner's two rows twice more for its residual, or its target row once. Workspace is O(rows x
+tiles).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .chain import Laws
+from .draw import TASK_FIELDS, Children
+from .launch import (
+    INTERPRETED,
+    batch_of,
+    compute_laws,
+    draft_sampling_of,
+    launch,
+    mask_of,
+    rows_of,
+    sampling_of,
+    stride_of,
+    tiling,
+)
+from .law_pass import Batch
+from .laws import NO_LAW, TokenMap, load_laws, log_probability, row_at, value_at
+from .race import find_winners
+from .token_map import token_map_of
+from .tree import Flow, Trees, open_trees
+from .tree_visit import TreeOutputs, judge_trees
+from .verify import NO_COINS, Shape, draw_tokens, given_coins
+
+WALKS = ("recursive", "target_only", "greedy", "coupled")
+READ_DRAFT = ("traversal", "recursive")
+
+#: Nodes that the opening compares with all nodes of a request at once.
+STEP = 128 if INTERPRETED else 8
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def write_logprobs(target, laws, outputs, nodes, NODES: tl.constexpr):
+    """Write log p of what was emitted, under laws [B, N]. Grid: requests."""
+    b = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, NODES)
+    place = b * nodes + k
+    emitted = k <= tl.load(outputs.num_accepted + b)
+    node = tl.load(outputs.path + place - 1, mask=emitted & (k > 0), other=0)
+    token = tl.load(outputs.tokens + place, mask=emitted, other=-1)
+    law = load_laws(laws, b * nodes + node, emitted)
+    logprob = log_probability(law, value_at(row_at(target, b, node), token))
+    logprob = tl.where(law.kind != NO_LAW, logprob, float("nan"))
+    tl.store(outputs.logprobs + place, logprob, mask=k < nodes)
+
+
+def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap | None) -> Trees:
+    tokens, parents, kinds = call.tokens, call.parents, call.kinds
+    draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
+    greedy = call.rule == "greedy"
+    own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
+    return Trees(
+        *(tokens, tokens.stride(0), tokens.stride(1)),
+        *(parents, parents.stride(0), parents.stride(1)),
+        *(kinds, stride_of(kinds), stride_of(kinds, 1)),
+        None if draft is None else 1,
+        vocab if draft is None else max(vocab, draft.shape[-1]),
+        None if token_map is None else token_map.broken,
+        sampling_of(greedy=True) if greedy else own,
+        draft_sampling_of(call) if call.draft_logits is not None and not greedy else None,
+        NO_COINS if call.rule == "coupled" else given_coins(call),
+    )
+
+
+def _batches(
+    call: SimpleNamespace, trees: Trees, flow: Flow, token_map: TokenMap | None
+) -> tuple[Batch, Batch | None]:
+    """Target rows, and the draft's where the rule reads them: row v is what node v asks for."""
+    mask = mask_of(call.allowed_mask, call.target_logits.shape[-1])
+    rows = rows_of(call.target_logits, call.target_rows, mask=mask)
+    target = batch_of(rows, trees.target, wanted=flow.wanted)
+    draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
+    if draft is None or call.rule not in READ_DRAFT:
+        return target, None
+    linear = call.draft_probs is not None
+    rows = rows_of(draft, call.draft_rows, linear=linear, mask=mask, token_map=token_map)
+    return target, batch_of(rows, trees.draft or sampling_of(), wanted=flow.wanted_draft)
+
+
+def _scratch(call: SimpleNamespace) -> tuple[Children, Flow]:
+    batch, nodes = call.tokens.shape
+
+    def new(dtype: torch.dtype, *shape: int) -> Tensor:
+        # One by one: aligned whatever the shape is, for the sake of few compiled variants.
+        made: Tensor = call.target_logits.new_empty(shape or (batch, nodes), dtype=dtype)
+        return made
+
+    f64, i32, i8 = torch.float64, torch.int32, torch.int8
+    children = Children(
+        new(torch.int64, batch, nodes + 1),
+        nodes,
+        *(new(i32), new(i32), new(i8)),
+        *(new(i32), new(i32), new(i32)),
+    )
+    flow = Flow(new(f64), new(f64), new(f64), new(f64), new(i32), new(i8), new(i8), new(i8))
+    return children, flow
+
+
+def _write_logprobs(
+    call: SimpleNamespace, shape: Shape, target: Batch, laws: Tensor, outputs: TreeOutputs
+) -> None:
+    batch, nodes = call.tokens.shape
+    if call.raw_logprobs:
+        raw = target._replace(sampling=sampling_of())
+        laws = compute_laws(shape.tiles, raw, batch * nodes)
+    launch(
+        write_logprobs,
+        batch,
+        *(target.rows, laws, outputs, nodes),
+        NODES=triton.next_power_of_2(nodes),
+    )
+
+
+def verify_tree(
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleNamespace
+) -> None:
+    """Fill the outputs of `specdec_ext.verify_tree`."""
+    batch, nodes = call.tokens.shape
+    vocab = call.target_logits.shape[-1]
+    reads_draft = call.rule in READ_DRAFT
+    token_map = token_map_of(call.draft_token_ids if reads_draft else None, vocab)
+    trees = _trees_of(call, vocab, token_map)
+    children, flow = _scratch(call)
+    target, draft = _batches(call, trees, flow, token_map)
+    tiles = tiling(vocab, draft.rows.vocab if draft else 1)
+    shape = Shape(batch, nodes - 1, vocab, tiles)
+    tasks = call.target_logits.new_empty((batch, TASK_FIELDS.value), dtype=torch.float64)
+    outputs = TreeOutputs(*results, tasks)
+    padded = triton.next_power_of_2(nodes)
+    launch(
+        open_trees,
+        batch,
+        *(trees, children, flow, outputs.status, vocab, nodes),
+        READS_DRAFT=reads_draft,
+        NODES=padded,
+        STEP=STEP,
+        num_warps=8,
+    )
+    data = compute_laws(tiles, target, batch * nodes, draft, batch * nodes if draft else 0)
+    laws = Laws(data, data[batch * nodes :] if draft else None)
+    raced = call.rule == "coupled"
+    if raced:
+        find_winners(tiles, target.rows, given_coins(call), data, depths=flow.depth)
+    launch(
+        judge_trees,
+        batch,
+        *(trees, children, flow, target.rows, draft and draft.rows, laws, outputs),
+        *(nodes, tiles.number),
+        WALKS=call.rule in WALKS,
+        READS_DRAFT=draft is not None,
+        RACED=raced,
+        NODES=padded,
+        TILE=tiles.size,
+        num_warps=8,
+    )
+    draw_tokens(shape, target, draft, laws, outputs, children=children, raced=raced)
+    _write_logprobs(call, shape, target, data, outputs)
