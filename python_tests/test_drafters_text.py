@@ -107,6 +107,27 @@ def test_uniform_rows_survive_every_filter():
         assert len(sequences[:, 1:].unique()) == 5
 
 
+def test_uniform_tokens_are_drawn_at_temperature_zero_too():
+    target, _ = tables(5)
+    seen = set()
+
+    class Seen(UniformDrafter):
+        def propose(self, gamma, positions, go_on=None):
+            draft = super().propose(gamma, positions)
+            seen.update(draft.tokens[0].tolist())
+            return draft
+
+    specdec_ext.generate(
+        target,
+        Seen(5),
+        torch.tensor([[1], [1]]),
+        max_new_tokens=12,
+        temperature=[0.0, 1.0],
+        seeds=1,
+    )
+    assert seen == set(range(5))
+
+
 class SoftLookup(LookupDrafter):
     """Passes on a law, as if it had drawn from it what it copied (field note A.3)."""
 
