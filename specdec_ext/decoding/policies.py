@@ -53,7 +53,10 @@ class GammaPolicy(Protocol):
 
     @property
     def go_on(self) -> GoOn | None:
-        """Asked after every draft token but the last, see `GoOn`; None: it never ends a draft."""
+        """Asked after every draft token but the last, see `GoOn`; None: it never ends a draft.
+
+        For the answer the host waits for the device, once a draft token.
+        """
 
     def start(self, batch: int) -> None:
         """Begin a generation of so many requests; what was learnt of the models may be kept."""
@@ -374,6 +377,7 @@ class RenewalRule:
     -----
     In a batch a round takes as long as its longest draft, and each request is charged for that. A
     drafter that never asks `go_on` is told the length that the mean acceptance rate makes best.
+    The trials of a request that does not draft cost it 2 c plain rounds in every ``probe``.
 
     References
     ----------
