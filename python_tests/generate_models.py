@@ -15,6 +15,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -129,6 +131,7 @@ ARCHITECTURES = {
             pad_token_id=0,
         )
     ),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
     "gemma3_alternating": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(
             **GROUPED,
