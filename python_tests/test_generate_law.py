@@ -35,22 +35,22 @@ def chi_square(counts: torch.Tensor, law: torch.Tensor) -> float:
 
 
 def p_value(
-    target: TableModel, draft, temperature: float = 1.0, length: int = LENGTH, **options
+    target: TableModel, draft, temperature: float = 1.0, *, length=LENGTH, draws=DRAWS, **options
 ) -> float:
-    """Generate `DRAWS` times ``length`` tokens and test their joint law."""
-    prompts = torch.tensor([PROMPT]).repeat(DRAWS, 1)
+    """Generate ``draws`` times ``length`` tokens and test their joint law."""
+    prompts = torch.tensor([PROMPT]).repeat(draws, 1)
     sequences, _ = specdec_ext.generate(
         target,
         draft,
         prompts,
         max_new_tokens=length,
         temperature=temperature,
-        seeds=torch.arange(DRAWS) * 7919,
+        seeds=torch.arange(draws) * 7919,
         eos_token_id=(),
         **options,
     )
     vocabulary = target.config.vocab_size
-    code = torch.zeros(DRAWS, dtype=torch.int64)
+    code = torch.zeros(draws, dtype=torch.int64)
     for token in sequences[:, len(PROMPT) :].unbind(1):
         code = code * vocabulary + token
     law = joint_law(target, PROMPT, length, temperature)
@@ -182,9 +182,10 @@ def test_control_rejected_tokens_left_in_the_cache(monkeypatch, batch_mask):
     target, draft = tables(4)
     rollback = CachedModel.rollback
 
-    def lax(self, drop, drop_tensor):
+    def lax(self, drop, drop_tensor, **options):
         kept = (drop_tensor - 1).clamp(min=0)
-        rollback(self, [max(n - 1, 0) for n in drop], drop_tensor if batch_mask else kept)
+        fewer = [max(n - 1, 0) for n in drop]
+        rollback(self, fewer, drop_tensor if batch_mask else kept, **options)
 
     monkeypatch.setattr(CachedModel, "rollback", lax)
     try:

@@ -281,8 +281,10 @@ class CachedModel:
         logits: Tensor = output.logits[:, -1:] if last_only else output.logits
         return logits.float() if logits.dtype == torch.float64 else logits
 
-    def rollback(self, drop: Sequence[int], drop_tensor: Tensor) -> None:
-        """Forget the last ``drop[b]`` tokens of row b, all run since the last rollback.
+    def rollback(
+        self, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
+    ) -> None:
+        """Forget the last ``drop[b]`` tokens of row b.
 
         Parameters
         ----------
@@ -290,6 +292,8 @@ class CachedModel:
             One number a row.
         drop_tensor : Tensor
             ``[B]``, the same numbers on the device (so that none is uploaded).
+        across_holes : bool
+            Whether some of them were run before the last rollback, so that holes may lie between.
         """
         common, most = min(drop), max(drop)
         if most > common and self._mask is None:
@@ -297,17 +301,18 @@ class CachedModel:
                 len(drop), self.slots, dtype=torch.int64, device=drop_tensor.device
             )
             self._next = torch.full_like(self.ends, self.slots)
+        if self._mask is not None and (most > common or across_holes):
+            recent = self._mask[:, 0 if across_holes else self.slots - most : self.slots]
+            from_end = recent.flip(1).cumsum(1).flip(1)  # 1 for a row's last token
+            recent *= from_end > drop_tensor[:, None]
         if common:
             self.cache.crop(-common)
             self.slots -= common
         self.lengths = [length - n for length, n in zip(self.lengths, drop, strict=True)]
         if self._mask is None:
             return
+        self._mask[:, self.slots :] = 1
         self._next = self._next - drop_tensor
-        if most > common:
-            from_end = torch.arange(most - common, 0, -1, device=drop_tensor.device)
-            holes = from_end <= (drop_tensor - common)[:, None]
-            self._mask[:, self.slots - (most - common) : self.slots] = (~holes).long()
         self._compact(always=self._dense and most > common)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:

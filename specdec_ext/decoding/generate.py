@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
-from specdec_ext.decoding.drafters import Drafter, NoDrafter
+from specdec_ext.decoding.drafters import Drafter, as_drafter
 from specdec_ext.decoding.policies import FixedGamma, GammaPolicy
 from specdec_ext.decoding.processors import Processor, find_processors
 from specdec_ext.decoding.stopping import Criterion, find_stops
@@ -256,7 +256,7 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
     stop = arguments.stop_tokens(target, given.eos_token_id)
     kind: type[ChainGeneration] = ChainGeneration
     if tree is None:
-        drafter, policy = _drafter(draft), FixedGamma(0) if draft is None else policy
+        drafter, policy = as_drafter(draft), FixedGamma(0) if draft is None else policy
     else:
         from specdec_ext.decoding.tree_generation import TreeGeneration
 
@@ -307,13 +307,3 @@ def _policy(gamma: Any) -> GammaPolicy:
     arguments.check_count("gamma", gamma)
     return FixedGamma(gamma)
 
-
-def _drafter(draft: Any | Drafter | None) -> Drafter:
-    """Return the drafter that ``draft`` is, or the one that drives the model that it is."""
-    if draft is None:
-        return NoDrafter()
-    if hasattr(draft, "propose") and hasattr(draft, "commit"):
-        return draft
-    from specdec_ext.decoding.drafters.model import ModelDrafter
-
-    return ModelDrafter(draft)

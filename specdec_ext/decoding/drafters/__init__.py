@@ -9,7 +9,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Draft", "Drafter", "GoOn", "NoDrafter", "Requests", "last_tokens"]
+__all__ = [
+    "Draft",
+    "Drafter",
+    "GoOn",
+    "NoDrafter",
+    "Requests",
+    "RevisableDrafter",
+    "as_drafter",
+    "last_tokens",
+]
 
 #: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
 #: tokens just proposed and the rows they were drawn from, returns ``[B]`` bool, which requests
@@ -115,6 +124,9 @@ class Drafter(Protocol):
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Propose up to ``gamma`` tokens a request; ``positions`` ``[B]`` is where the first goes.
 
+        (In a hierarchy that is no race: numbers that tell its calls apart, see
+        `HierarchicalDrafter`.)
+
         A sampled token must come from `specdec_ext.sample` in the domain and stream that `Requests`
         says, with the request's seed, these positions and its index, or from randomness that
         verification never sees. A drafter whose tokens cost something asks ``go_on``.
@@ -137,6 +149,27 @@ class Drafter(Protocol):
         """Keep only these requests, given on the device and on the host."""
 
 
+class RevisableDrafter(Drafter, Protocol):
+    """A drafter whose past commits can be revised, as a level of a hierarchy has to.
+
+    There tokens that were committed are no more than proposals to the level above.
+    """
+
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Take tokens back that commits emitted, and take one in their place.
+
+        Parameters
+        ----------
+        text : Tensor
+            ``[B, n]``, what each request's text is now, left-padded with -1: its last ``drop[b]``
+            tokens are gone, and a new one ends it.
+        drop : sequence of int
+            One number a request.
+        drop_tensor : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+
+
 @dataclass
 class NoDrafter:
     """Proposes nothing: plain decoding."""
@@ -155,6 +188,17 @@ class NoDrafter:
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
+
+
+def as_drafter(draft: Any | Drafter | None) -> Drafter:
+    """Return the drafter that ``draft`` is, or the one that drives the model that it is."""
+    if draft is None:
+        return NoDrafter()
+    if hasattr(draft, "propose") and hasattr(draft, "commit"):
+        return draft
+    from specdec_ext.decoding.drafters.model import ModelDrafter
+
+    return ModelDrafter(draft)
 
 
 def last_tokens(history: Tensor, last: Sequence[int], last_tensor: Tensor, width: int) -> Tensor:

@@ -92,15 +92,39 @@ class ModelDrafter:
         """Roll back what was rejected and note which tokens the cache lacks."""
         assert self._cached is not None, "start() comes first"
         gamma, known = tokens.shape[1] - 1, self._missing.shape[1]
+        lacks = 1 if gamma else known  # the last draft token was not run
+        drop = [gamma - n for n in accepted]
+        width = self._take_back(lacks, drop, gamma - num_accepted)
         history = torch.cat([self._missing, tokens], 1)
-        if gamma == 0:  # nothing was run, so nothing of the missing tokens was taken in
-            self._missing = history
-            return
-        width = 2 if max(accepted) == gamma else 1
-        surplus = gamma - 2 + width  # run after the first token that is fed again, at 0 accepted
-        self._cached.rollback([surplus - n for n in accepted], surplus - num_accepted)
         last = [known + n for n in accepted]
         self._missing = last_tokens(history, last, known + num_accepted, width)
+
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Take tokens back that commits emitted, and take one in their place."""
+        assert self._cached is not None, "start() comes first"
+        lacks = self._missing.shape[1]
+        fewest = min(drop)
+        if any(cached < n - fewest for cached, n in zip(self._cached.lengths, drop, strict=True)):
+            # Rounds without a draft: some text is now shorter than what the cache lacks of others.
+            self._cached.forward(self._missing[:, :-1], last_only=True)
+            lacks = 1
+        width = self._take_back(lacks, drop, drop_tensor, across_holes=True)
+        self._missing = text[:, text.shape[1] - width :]
+
+    def _take_back(
+        self, lacks: int, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
+    ) -> int:
+        """Take back the last ``drop[b]`` tokens of each text, of which the cache lacks ``lacks``.
+
+        Returns how many tokens it lacks when one more has come, of the row that it lacks most of.
+        """
+        assert self._cached is not None, "start() comes first"
+        lacks_still = max(lacks - min(drop), 0)
+        taken = lacks - lacks_still
+        self._cached.rollback(
+            [n - taken for n in drop], drop_tensor - taken, across_holes=across_holes
+        )
+        return lacks_still + 1
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
