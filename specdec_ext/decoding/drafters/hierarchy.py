@@ -155,8 +155,7 @@ class HierarchicalDrafter(ModelDrafter):
     def _round(self, number: int, positions: Tensor, found: _Proposals) -> None:
         """Have the drafter propose; take what the medium model makes of it."""
         assert self._cached is not None, "start() comes first"
-        coupled = self._level.coupled
-        positions = positions + found.heard_tensor if coupled else positions * MOST_ROUNDS + number
+        positions = self._keys(positions, number, found)
         lengths = [min(self.gamma, room) for room in self._room()]
         asked = max(n for n, more in zip(lengths, found.unfinished, strict=True) if more)
         draft = self.draft.propose(0 if self.refill and number else asked, positions)
@@ -169,6 +168,12 @@ class HierarchicalDrafter(ModelDrafter):
         self.draft.commit(tokens, accepted, num_accepted)
         self._missing = last_tokens(tokens, accepted, num_accepted, 1)
         found.add(tokens, logits, accepted, num_accepted)
+
+    def _keys(self, positions: Tensor, number: int, found: _Proposals) -> Tensor:
+        """Return the positions that a round draws at: no round of any call has the same."""
+        if self._level.coupled:  # races are keyed by where a token stands
+            return positions + found.heard_tensor
+        return positions * MOST_ROUNDS + number
 
     def _verify(
         self, logits: Tensor, draft: Draft, lengths: list[int], positions: Tensor
