@@ -93,7 +93,7 @@ class Statistics:
     request_calls : int
         Request calls: the sum over rounds of the requests that were running.
     draft_calls : int
-        Calls of the draft model, prefill excluded (0 without one).
+        Calls of the draft model, prefill excluded (0 without one); of a hierarchy, of all levels.
     drafted : int
         Draft tokens offered for verification.
     tested : list of int

@@ -15,6 +15,7 @@ from specdec_ext.decoding.drafters import (
     Drafter,
     GoOn,
     Requests,
+    RevisableDrafter,
     as_drafter,
     last_tokens,
 )
@@ -93,7 +94,8 @@ class HierarchicalDrafter(ModelDrafter):
         if rule not in ("block", "token"):  # others have no law that could be passed on
             raise ValueError(f"hierarchy: rule must be 'block' or 'token', got {rule!r}")
         super().__init__(model)
-        drafter = as_drafter(draft)
+        drafter: Any = as_drafter(draft)
+        self.draft: RevisableDrafter
         self.draft = drafter if hasattr(drafter, "revise") else _Restarted(drafter)
         self.gamma = gamma
         self.rule = rule
