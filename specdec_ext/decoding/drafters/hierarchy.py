@@ -50,7 +50,8 @@ class HierarchicalDrafter(ModelDrafter):
     What a draft begins with does not depend on how many tokens are asked for, nor on the other
     requests of the batch. The drafter may be of any kind. One that has ``revise``
     (`RevisableDrafter`), as models and hierarchies have, is rolled back; any other one is started
-    again on the text after every round of the target.
+    again on the text after every round of the target. The host waits for the device once a round of
+    the medium model.
 
     After Algorithm 3 of the follow-up report among the project's sources, in which the medium
     model verifies once and then fills the draft up token by token (``refill``). Printed there, the
@@ -134,7 +135,8 @@ class HierarchicalDrafter(ModelDrafter):
         """Propose up to ``gamma`` tokens, each drawn from the medium model's law."""
         gamma = min(gamma, MOST_ROUNDS)
         wanted = [min(gamma, room) for room in self._room()]
-        self._found = found = _Proposals(wanted, positions.device)
+        keep_rows = self._requests.needs_law or go_on is not None
+        self._found = found = _Proposals(wanted, positions.device, keep_rows)
         rounds = 0
         while not found.complete:
             self._round(rounds, positions, found)
@@ -142,8 +144,9 @@ class HierarchicalDrafter(ModelDrafter):
             if go_on is not None:
                 found.ask(go_on)
         width = max(found.wanted)
-        rows = found.rows if self._requests.needs_law else None
-        return Draft(found.tokens[:, :width], None if rows is None else rows[:, :width])
+        if found.rows is None or not self._requests.needs_law:
+            return Draft(found.tokens[:, :width])
+        return Draft(found.tokens[:, :width], found.rows[:, :width])
 
     def _lengths(self) -> list[int]:
         """Return how long each text is, with what this level has emitted."""
@@ -237,14 +240,17 @@ class _Proposals:
         Tokens that each request is to propose; fewer where it is told to stop.
     device : torch.device
         Where the tokens are.
+    keep_rows : bool
+        Whether the rows that tokens were drawn from are asked for.
     """
 
-    def __init__(self, wanted: list[int], device: torch.device) -> None:
+    def __init__(self, wanted: list[int], device: torch.device, keep_rows: bool = False) -> None:
         self.wanted = wanted
+        self.keep_rows = keep_rows
         self.heard = [0] * len(wanted)  # tokens that the medium model emitted, cut off or not
         self.heard_tensor = torch.zeros(len(wanted), dtype=torch.int64, device=device)
         self.tokens = self.heard_tensor.new_full((len(wanted), max(wanted)), -1)
-        self.rows: Tensor | None = None  # [B, G, V], the law of each token
+        self.rows: Tensor | None = None  # [B, G, V], the law of each token, if it is kept
         self._asked = 0  # tokens of each request that go_on has seen
 
     @property
@@ -261,7 +267,7 @@ class _Proposals:
         self, tokens: Tensor, logits: Tensor, accepted: list[int], num_accepted: Tensor
     ) -> None:
         """Add a burst, ``[B, n]`` tokens drawn from ``[B, n, V]``; cut what is too much."""
-        if self.rows is None:
+        if self.keep_rows and self.rows is None:
             self.rows = logits.new_zeros(*self.tokens.shape, logits.shape[2])
         places = [
             (b, self.heard[b] + i, i)
@@ -270,7 +276,8 @@ class _Proposals:
         ]
         b, to, i = torch.tensor(places, device=tokens.device).T
         self.tokens[b, to] = tokens[b, i]
-        self.rows[b, to] = logits[b, i]
+        if self.rows is not None:
+            self.rows[b, to] = logits[b, i]
         self.heard = [n + more + 1 for n, more in zip(self.heard, accepted, strict=True)]
         self.heard_tensor = self.heard_tensor + num_accepted + 1
 
