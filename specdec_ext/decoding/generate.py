@@ -311,4 +311,3 @@ def _policy(gamma: Any) -> GammaPolicy:
         return policy
     arguments.check_count("gamma", gamma)
     return FixedGamma(gamma)
-
