@@ -122,8 +122,8 @@ class HierarchicalDrafter(ModelDrafter):
         self._level = replace(
             requests,
             needs_law=not (requests.greedy or requests.coupled),
+            process=None,  # it knows what the target has, not what this level proposes
             stream=requests.stream if requests.coupled else requests.stream + 1,
-            process=None,  # it knows the target's text, not how far this level is
         )
         self.draft.start(self._level)
         ids, mask = requests.input_ids, requests.attention_mask
