@@ -28,13 +28,14 @@ try:
         DynamicCache,
         DynamicLayer,
         DynamicSlidingWindowLayer,
+        StaticLayer,
     )
 except ImportError as error:
     raise ImportError(
         "specdec_ext.generate drives Hugging Face models: pip install 'specdec_ext[hf]'"
     ) from error
 
-__all__ = ["CachedModel", "GrowingLayer"]
+__all__ = ["CachedModel", "FixedLayer", "GrowingLayer"]
 
 
 class GrowingLayer(DynamicLayer):
@@ -101,11 +102,9 @@ class GrowingLayer(DynamicLayer):
     def gather(self, index: Tensor) -> None:
         """Keep slots ``index`` ``[B, slots]`` of each row, in that order."""
         if self.is_initialized:
-            slots = index.shape[1]
-            for buffer in (self._keys, self._values):
-                wide = index[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-                buffer.narrow(2, 0, slots).copy_(buffer.gather(2, wide))
-            self._resize(slots)
+            _gather_slots(self._keys, index)
+            _gather_slots(self._values, index)
+            self._resize(index.shape[1])
 
     def keep_path(self, path: Tensor, accepted: Tensor, starts: Tensor) -> None:
         """Move nodes ``path`` of the tree at slot ``starts`` behind its root: `compact_kv`."""
@@ -118,6 +117,61 @@ class GrowingLayer(DynamicLayer):
         if self.is_initialized:
             self._keys, self._values = self._keys[indices], self._values[indices]
             self._resize(self.slots)
+
+
+class FixedLayer(StaticLayer):
+    """Keys and values in a buffer of one size, all of which attention sees: shapes never change.
+
+    What `StaticLayer` lacks: it rolls back and grows where it must.
+
+    Parameters
+    ----------
+    max_cache_len : int
+        Slots to allocate.
+    """
+
+    keys: Any
+    values: Any
+
+    def reserve(self, slots: int) -> None:
+        """Have at least this many slots."""
+        extra = slots - self.max_cache_len
+        if extra <= 0:
+            return
+        self.max_cache_len = slots
+        if self.is_initialized:
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` slots (transformers' sign: at most 0)."""
+        if self.is_initialized:
+            self.cumulative_length.add_(tokens_to_remove)
+
+    def gather(self, index: Tensor) -> None:
+        """Keep slots ``index`` ``[B, slots]`` of each row, in that order."""
+        if self.is_initialized:
+            _gather_slots(self.keys, index)
+            _gather_slots(self.values, index)
+            self.cumulative_length.fill_(index.shape[1])
+
+    def keep_path(self, path: Tensor, accepted: Tensor, starts: Tensor) -> None:
+        """Move nodes ``path`` of the tree at slot ``starts`` behind its root: `compact_kv`."""
+        if self.is_initialized:
+            keys, values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
+            ops.compact_kv(keys, values, path, accepted, starts)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.batch_size = len(indices)
+
+
+def _gather_slots(buffer: Tensor, index: Tensor) -> None:
+    """Move slots ``index`` ``[B, slots]`` of ``[B, heads, n, size]`` to the front, in order."""
+    wide = index[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+    buffer.narrow(2, 0, index.shape[1]).copy_(buffer.gather(2, wide))
 
 
 class CachedModel:
@@ -133,18 +187,27 @@ class CachedModel:
         Slots to allocate at first.
     compact_above : float
         Compact when more than this share of the slots would go.
+    static : bool
+        Let the model see all allocated slots in every call, under a mask as wide: shapes depend on
+        the number of new tokens alone, as a compiled model wants it.
     """
 
     def __init__(
-        self, model: Any, ends: Tensor, *, room: int = 0, compact_above: float = 0.25
+        self,
+        model: Any,
+        ends: Tensor,
+        *,
+        room: int = 0,
+        compact_above: float = 0.25,
+        static: bool = False,
     ) -> None:
         # What keeps a state of each request, beside the cache, does so for one generation.
         self.model = model.begin() if hasattr(model, "begin") else model
         self.ends = ends
         self.compact_above = compact_above
         self.calls = 0
-        layer: Any = functools.partial(GrowingLayer, room)
-        self.cache = Cache(layer_class_to_replicate=layer)
+        self.static = static
+        self.cache = _static_cache(model, room) if static else _growing_cache(room)
         self.vocabulary = _vocabulary(model)
         self._accepts = _accepted_arguments(model)
         # Where distance is counted in slots (a sliding window, ALiBi), holes would stretch it.
@@ -152,6 +215,8 @@ class CachedModel:
         self.slots = 0
         self.lengths = [0] * ends.shape[0]  # tokens in the cache, of each row
         self._mask: Tensor | None = None  # [B, capacity] int64; None: no padding and no hole
+        if static:
+            self._mask = torch.ones(ends.shape[0], room, dtype=torch.int64, device=ends.device)
         self._next: Tensor = torch.zeros_like(ends)  # [B], `lengths` on the device, while masked
         self._tree_slots = 0  # the last ones, of the tree that is being run
         self._tree_next = self._next
@@ -171,11 +236,17 @@ class CachedModel:
         if slots == 0:
             return
         kwargs: dict[str, Any] = {}
-        if attention_mask is not None:
+        if self.static:
+            self._reserve(slots)
+        if attention_mask is not None and self._mask is not None:
+            self._mask[:, :slots] = attention_mask
+        elif attention_mask is not None:
             self._mask = attention_mask.long()
-            self._next = self._mask.sum(1)
-            kwargs["attention_mask"] = self._mask
-            kwargs["position_ids"] = (self._mask.cumsum(1) - 1).clamp_(min=0)
+        if self._mask is not None:
+            known = self._mask[:, :slots]
+            self._next = known.sum(1)
+            kwargs["attention_mask"] = self._visible(slots)
+            kwargs["position_ids"] = (known.cumsum(1) - 1).clamp_(min=0)
         self._call(input_ids, last_only=True, **kwargs)
         self.calls = 0
         self.lengths = [slots] * len(self.lengths) if self._mask is None else self._next.tolist()
@@ -190,7 +261,7 @@ class CachedModel:
         kwargs: dict[str, Any] = {}
         if self._mask is not None:
             self._reserve(self.slots + new)
-            kwargs["attention_mask"] = self._mask[:, : self.slots + new]
+            kwargs["attention_mask"] = self._visible(self.slots + new)
             steps = torch.arange(new, device=tokens.device)
             # Past its end a row is fed to keep the batch rectangular; those logits are unused.
             kwargs["position_ids"] = torch.minimum(
@@ -235,6 +306,8 @@ class CachedModel:
             before, first = self._mask[:, :start].bool(), self._tree_next
             self._next = self._next + new
         seen = torch.cat([before[:, None].expand(-1, new, -1), visible], 2)[:, None]
+        if self.static and self._mask is not None:
+            seen = torch.nn.functional.pad(seen, (0, self._mask.shape[1] - seen.shape[3]))
         logits = self._call(
             tokens,
             last_only=False,
@@ -338,7 +411,7 @@ class CachedModel:
         for layer in layers:
             layer.gather(kept)
         self.slots = longest
-        if min(self.lengths) == longest:
+        if min(self.lengths) == longest and not self.static:
             self._mask = None
             return
         padding = longest - self._next
@@ -346,13 +419,45 @@ class CachedModel:
         self._mask[:, :longest] = (columns >= padding[:, None]).long()
         self._mask[:, longest:] = 1
 
+    def _visible(self, slots: int) -> Tensor:
+        """Return the mask of the first ``slots`` slots; of a static cache, of all slots.
+
+        (What a static cache has behind them, the causal mask hides.)
+        """
+        assert self._mask is not None
+        return self._mask if self.static else self._mask[:, :slots]
+
     def _reserve(self, slots: int) -> None:
-        """Make the mask at least this wide; slots not in use yet are ones."""
+        """Make the mask at least this wide, and a static cache; slots not in use yet are ones."""
         assert self._mask is not None
         missing = slots - self._mask.shape[1]
-        if missing > 0:
-            extra = max(missing, self._mask.shape[1])
-            self._mask = torch.nn.functional.pad(self._mask, (0, extra), value=1)
+        if missing <= 0:
+            return
+        extra = max(missing, self._mask.shape[1])
+        self._mask = torch.nn.functional.pad(self._mask, (0, extra), value=1)
+        if self.static:
+            room = self._mask.shape[1]
+            layers: list[Any] = self.cache.layers
+            for layer in layers:
+                layer.reserve(room)
+
+
+def _growing_cache(room: int) -> Cache:
+    layer: Any = functools.partial(GrowingLayer, room)
+    return Cache(layer_class_to_replicate=layer)
+
+
+def _static_cache(model: Any, room: int) -> Cache:
+    """Return a cache whose layers are there before the first call: their size shapes its mask."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise ValueError(
+            f"generate: a static cache needs a Hugging Face model, got {type(model).__name__}"
+        )
+    layers: list[Any] = [
+        FixedLayer(room) for _ in range(config.get_text_config().num_hidden_layers)
+    ]
+    return Cache(layers=layers)
 
 
 def _vocabulary(model: Any) -> int | None:

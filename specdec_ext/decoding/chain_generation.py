@@ -143,6 +143,7 @@ class ChainGeneration:
         processors: Sequence[Processor],
         stops: Stops,
         pad: int,
+        static_cache: bool,
     ) -> None:
         self.target_model = target
         self.drafter = drafter
@@ -158,6 +159,7 @@ class ChainGeneration:
         self.processors = processors
         self.stops = stops
         self.pad = pad
+        self.static_cache = static_cache
         self.limits = limits
         self.new: list[list[int]] = [[] for _ in limits]
         self.running = [b for b, limit in enumerate(limits) if limit > 0]
@@ -181,8 +183,8 @@ class ChainGeneration:
         self.ends = self.positions + torch.tensor(self.limits, device=device)
         if self.processors or self.stops.criteria:
             self.texts = [row[-n:] for row, n in zip(ids.tolist(), lengths, strict=True)]
-        room = ids.shape[1] + min(max(self.limits) + self.policy.limit, ROOM)
-        self.target = CachedModel(self.target_model, self.ends, room=room)
+        room = self._room(ids.shape[1])
+        self.target = CachedModel(self.target_model, self.ends, room=room, static=self.static_cache)
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self.drafter.start(
             Requests(
@@ -195,6 +197,7 @@ class ChainGeneration:
                 self.greedy,
                 self.needs_law,
                 coupled=self.rule == "coupled",
+                static_cache=self.static_cache,
                 process=self._process_draft if self.processors else None,
             )
         )
@@ -203,6 +206,13 @@ class ChainGeneration:
         if len(self.running) < len(self.limits):
             self._keep(self.running)
         self.clock.start("rest")
+
+    def _room(self, prompt: int) -> int:
+        """Return how many slots the caches allocate at first."""
+        new = max(self.limits) + self.policy.limit
+        if self.static_cache:
+            return (prompt + new + 1) * 4 // 3  # a quarter of the slots may be holes
+        return prompt + min(new, ROOM)
 
     def step(self) -> list[Burst]:
         """One round: every running request gains between 1 and gamma + 1 tokens."""

@@ -52,6 +52,7 @@ def generate(
     tokenizer: Any = None,
     stopping_criteria: Criterion | Iterable[Criterion] | None = None,
     pad_token_id: int | None = None,
+    static_cache: bool = False,
     on_round: Callable[[list[Burst]], None] | None = None,
     progress: bool = False,
 ) -> Generated:
@@ -122,6 +123,9 @@ def generate(
     pad_token_id : int, optional
         Fills ``sequences`` behind the end of a request. None: the model's, else the first stop
         token, else 0.
+    static_cache : bool
+        Let caches keep one size, as compiled models want it: the models' shapes then depend on the
+        batch and the number of new tokens alone (they grow in the rare case that they must).
     on_round : callable, optional
         Called after every round with what it added (a list of `Burst`).
     progress : bool
@@ -284,6 +288,7 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
             device,
         ),
         pad=arguments.pad_token(target, given.pad_token_id, stop),
+        static_cache=given.static_cache,
     )
 
 

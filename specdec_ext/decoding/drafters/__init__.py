@@ -57,6 +57,8 @@ class Requests:
     stream : int
         The stream of `specdec_ext.sample` and `specdec_ext.verify` that is the drafter's own; a
         hierarchy gives each level one of its own.
+    static_cache : bool
+        Whether caches keep one size, as compiled models want it.
     process : callable or None
         ``process(logits [B, 1, Vd], drafted [B, i]) -> [B, 1, Vd]`` runs the caller's logits
         processors on the rows after i draft tokens. A drafter need not: the law that it passes on
@@ -73,6 +75,7 @@ class Requests:
     needs_law: bool
     coupled: bool = False
     stream: int = 0
+    static_cache: bool = False
     process: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property

@@ -54,7 +54,9 @@ class ModelDrafter:
         """Run the prompts but their last tokens."""
         ids, mask = requests.input_ids, requests.attention_mask
         self._requests = requests
-        self._cached = CachedModel(self.model, requests.ends, room=requests.room)
+        self._cached = CachedModel(
+            self.model, requests.ends, room=requests.room, static=requests.static_cache
+        )
         self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self._missing = ids[:, -1:]
         self._heard = []
