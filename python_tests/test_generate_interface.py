@@ -73,17 +73,31 @@ def test_arguments_are_named_in_errors(models, arguments, error, text):
         specdec_ext.generate(**given)
 
 
-def test_an_encoder_decoder_or_recurrent_model_is_refused():
-    from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+REFUSED = {
+    "mamba": ("cannot roll back", {"state_size": 4}),
+    "recurrent_gemma": ("cannot roll back", {"lru_width": 8, "num_attention_heads": 2}),
+    "lfm2": ("cannot roll back", {"layer_types": ["conv", "conv"]}),  # short convolutions
+    "rwkv": ("RwkvForCausalLM has no key-value cache", {"attention_hidden_size": 8}),
+    "openai-gpt": ("OpenAIGPTLMHeadModel has no key-value cache", {"n_head": 2}),
+    "t5": ("encoder-decoder", {"d_kv": 4, "d_ff": 8, "num_heads": 2}),
+}
 
-    small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1}
-    mamba = MambaForCausalLM(MambaConfig(**small, state_size=4)).eval()
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    ).eval()
-    for model, text in ((mamba, "cannot roll back"), (t5, "encoder-decoder")):
+
+@pytest.mark.parametrize("static_cache", [False, True])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_cannot_roll_back_is_refused(kind, static_cache):
+    """As target and as draft; a state that takes a token in cannot give it back."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    text, options = REFUSED[kind]
+    small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, **small, **options)
+    factory = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    model, ids = factory.from_config(config).eval(), torch.tensor([[1, 2]])
+    attention, _ = pair()
+    for target, draft in ((model, None), (attention, model)):
         with pytest.raises(ValueError, match=text):
-            specdec_ext.generate(model, None, torch.tensor([[1, 2]]), max_new_tokens=3)
+            specdec_ext.generate(target, draft, ids, max_new_tokens=3, static_cache=static_cache)
 
 
 def test_training_mode_warns(models):

@@ -473,7 +473,7 @@ def _accepted_arguments(model: Any) -> set[str]:
     """Return which of the optional arguments ``model.forward`` names (a bare wrapper: all)."""
     parameters = inspect.signature(model.forward).parameters.values()
     if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        return {"position_ids", "logits_to_keep"}
+        return {"position_ids", "logits_to_keep", "past_key_values"}
     return {p.name for p in parameters}
 
 
@@ -494,4 +494,10 @@ def _has_window(model: Any) -> bool:
                 f"generate: {type(model).__name__} keeps a state that cannot roll back rejected "
                 f"tokens ({type(layer).__name__}); attention layers only"
             )
+    # Others keep a state of their own (RWKV, xLSTM), or none: they would ignore the cache.
+    if getattr(model, "_is_stateful", False) or "past_key_values" not in _accepted_arguments(model):
+        raise ValueError(
+            f"generate: {type(model).__name__} has no key-value cache, so it cannot roll back "
+            "rejected tokens; attention layers only"
+        )
     return any(layer.is_sliding for layer in layers)
