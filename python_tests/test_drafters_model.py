@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import test_generate_edges
 import torch
 from generate_models import TableModel, pair, prompts, tables
 from test_generate_law import ALPHA, p_value
 from test_generate_models import RAGGED, greedy
+from test_policies import Nosy
 from torch import nn
 
 import specdec_ext
@@ -111,6 +113,20 @@ class Stopping(HierarchicalDrafter):
 def test_a_hierarchy_may_end_its_draft_behind_a_token_that_it_keeps(levels):
     target, medium, small, _ = levels
     assert p_value(target, Stopping(medium, small, 1), gamma=3, length=4) > ALPHA
+
+
+def test_joint_law_under_a_policy(levels):
+    target, medium, small, _ = levels
+    drafter = HierarchicalDrafter(medium, small, 2)
+    assert p_value(target, drafter, length=5, gamma=Nosy(), draws=10_000) > ALPHA
+
+
+def test_joint_law_under_processors():
+    """The levels below draw from rows that are not processed, and say so."""
+    target, medium = tables(4)
+    drafter = HierarchicalDrafter(medium, tables(4, seed=3)[1], 2)
+    processors = [test_generate_edges.never_the_next, test_generate_edges.seldom_again]
+    assert test_generate_edges.p_value(target, drafter, processors, gamma=3, length=3) > ALPHA
 
 
 def test_a_medium_model_that_fails_costs_its_proposals_only(levels):
