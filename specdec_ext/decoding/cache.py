@@ -452,7 +452,8 @@ def _static_cache(model: Any, room: int) -> Cache:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise ValueError(
-            f"generate: a static cache needs a Hugging Face model, got {type(model).__name__}"
+            "generate: a static cache needs a Hugging Face causal model, got "
+            f"{type(model).__name__}"
         )
     layers: list[Any] = [
         FixedLayer(room) for _ in range(config.get_text_config().num_hidden_layers)

@@ -126,6 +126,7 @@ def generate(
     static_cache : bool
         Let caches keep one size, as compiled models want it: the models' shapes then depend on the
         batch and the number of new tokens alone (they grow in the rare case that they must).
+        Causal models only.
     on_round : callable, optional
         Called after every round with what it added (a list of `Burst`).
     progress : bool

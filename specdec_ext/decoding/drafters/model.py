@@ -141,19 +141,16 @@ class ModelDrafter:
         width = self._take_back(lacks, drop, drop_tensor, across_holes=True)
         self._missing = text[:, text.shape[1] - width :]
 
-    def _take_back(
-        self, lacks: int, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
-    ) -> int:
+    def _take_back(self, lacks: int, drop: Sequence[int], drop_tensor: Tensor, **how: bool) -> int:
         """Take back the last ``drop[b]`` tokens of each text, of which the cache lacks ``lacks``.
 
-        Returns how many tokens it lacks when one more has come, of the row that it lacks most of.
+        Returns how many tokens it lacks when one more has come, of the row that it lacks most of;
+        ``how`` is for its own rollback.
         """
         assert self._cached is not None, "start() comes first"
         lacks_still = max(lacks - min(drop), 0)
         taken = lacks - lacks_still
-        self._cached.rollback(
-            [n - taken for n in drop], drop_tensor - taken, across_holes=across_holes
-        )
+        self._cached.rollback([n - taken for n in drop], drop_tensor - taken, **how)
         return lacks_still + 1
 
     def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
