@@ -188,10 +188,9 @@ def test_control_rejected_tokens_left_in_the_cache(monkeypatch, batch_mask):
     target, draft = tables(4)
     rollback = CachedModel.rollback
 
-    def lax(self, drop, drop_tensor, **options):
+    def lax(self, drop, drop_tensor):
         kept = (drop_tensor - 1).clamp(min=0)
-        fewer = [max(n - 1, 0) for n in drop]
-        rollback(self, fewer, drop_tensor if batch_mask else kept, **options)
+        rollback(self, [max(n - 1, 0) for n in drop], drop_tensor if batch_mask else kept)
 
     monkeypatch.setattr(CachedModel, "rollback", lax)
     try:

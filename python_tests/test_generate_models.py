@@ -257,8 +257,8 @@ def test_the_cache_stays_small(monkeypatch):
     slots = []
     rollback = CachedModel.rollback
 
-    def watched(self, drop, drop_tensor, **options):
-        rollback(self, drop, drop_tensor, **options)
+    def watched(self, drop, drop_tensor):
+        rollback(self, drop, drop_tensor)
         slots.append((self.slots, max(self.lengths)))
 
     monkeypatch.setattr(CachedModel, "rollback", watched)
@@ -313,9 +313,8 @@ def test_control_crop_off_by_one(monkeypatch, off, lengths):
     right = outcome(target, draft, ids, mask)
     rollback = CachedModel.rollback
 
-    def wrong(self, drop, drop_tensor, **options):
-        more = [max(n + off, 0) for n in drop]
-        rollback(self, more, (drop_tensor + off).clamp(min=0), **options)
+    def wrong(self, drop, drop_tensor):
+        rollback(self, [max(n + off, 0) for n in drop], (drop_tensor + off).clamp(min=0))
 
     monkeypatch.setattr(CachedModel, "rollback", wrong)
     found = outcome(target, draft, ids, mask)
