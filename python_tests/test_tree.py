@@ -57,6 +57,26 @@ def quiet(size):
     return [NEARLY_ONE] * (size - 1) + [0.5]
 
 
+@pytest.mark.parametrize(
+    "tokens, kinds",
+    [
+        ([-1, 0, 0, 1], [0, 1, 0, 1]),
+        ([-1, 0, 1, 0, 2], [0, 2, 0, 0, 2]),
+        ([-1, 0, 0, 0, 1], [0, 1, 0, 0, 1]),
+        ([-1, 0, 0, 1, 0, 2], [0, 1, 1, 0, 0, 1]),
+    ],
+    ids=str,
+)
+def test_a_sibling_put_there_after_a_child_that_is_certain(backend, tokens, kinds):
+    """Nothing decides by what comes after it; accept_probs are the same everywhere all the same."""
+    parents = [-1] + [0] * (len(tokens) - 1)
+    p, q = [0.6, 0.2, 0.2], [0.2, 0.5, 0.3]
+    case = one_tree(parents, tokens, kinds, p, q, uniforms=quiet(len(tokens)))
+    found, expected = backend.run_tree(case), REFERENCE.run_tree(case)
+    assert found.accept_probs[0, 1] == 1.0
+    assert torch.allclose(found.accept_probs, expected.accept_probs, atol=1e-6, equal_nan=True)
+
+
 # ---- tables -------------------------------------------------------------------------------------
 
 # parents, tokens, kinds, accept_probs under "traversal", and what the root leaves: a law

@@ -67,6 +67,7 @@ struct NodeVisit {
   int64_t num_tried = 0;
   int64_t num_aside = 0;
   int64_t winner = -1;  // coupled: the token that the target emits here
+  int64_t kept = -1;    // the token of the last drawn child, while `mass` still has it
   bool has_rest = false;
   bool exhausted = false;  // no residual mass is left: no further child is accepted
 };
@@ -386,9 +387,12 @@ SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tr
     if (v->exhausted) continue;
     if (!sampled) {
       const double residual = probability - v->state.lambda * q;
-      close_deterministic(repeated || !(residual > 0.0) ? 0.0 : residual, v);
+      const bool in_mass = (!repeated || token == v->kept) && residual > 0.0;
+      close_deterministic(in_mass ? residual : 0.0, v);
+      if (token == v->kept) v->kept = -1;
       continue;
     }
+    v->kept = repeated ? -1 : token;
     v->last = residual_after_child(v->state, kappa, true);
     v->mass = -1.0;
     // An inflow of 1 stays 1, and nobody asks for the residual of the last child.

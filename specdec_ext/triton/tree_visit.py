@@ -187,6 +187,7 @@ def visit_node(
     share = zero
     taken = zero  # q that cannot be drawn: earlier siblings', or that of fixed tokens
     rest_mass = zero - 1.0  # 1 - taken as a sum, where the difference would cancel
+    kept = nothing  # the token of the last drawn child, while `mass` still has it
     exhausted = inflow <= 0.0  # no residual mass is left: no further child is accepted
     unusable = inflow < 0.0
     chosen = tl.full([], -1, tl.int32)
@@ -236,7 +237,8 @@ def visit_node(
                 share = scale * lambda_ + tl.where(sampled, kappa, 0.0)
                 # An inflow of 1 stays 1, and nobody asks for the residual of the last child.
                 asked = (sampled == 0) | (inflow < 1.0) | (slot + 1 < siblings.last)
-                lost = tl.where(repeated | (residual <= 0.0), 0.0, residual)
+                in_mass = ((repeated == 0) | (token == kept)) & (residual > 0.0)
+                lost = tl.where(in_mass, residual, 0.0)
                 left = scale * tl.maximum(mass - lost, 0.0)
                 if READS_DRAFT:
                     if sampled & asked:
@@ -250,6 +252,8 @@ def visit_node(
                     mass = left * unscale
                     inflow = outflow(inflow, left)
                     exhausted = ((mass > 0.0) & (inflow > 0.0)) == 0
+                gone = tl.where(sampled, repeated, token == kept)
+                kept = tl.where(gone, nothing, tl.where(sampled, token, kept))
             put(children.tried + slot, token.to(tl.int32))
         slot = tl.where(chosen < 0, slot + 1, siblings.last)
     tl.store(flow.target + place, scale)
