@@ -132,6 +132,7 @@ class ModelDrafter:
     def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
         """Take tokens back that commits emitted, and take one in their place."""
         assert self._cached is not None, "start() comes first"
+        self._take_in()
         lacks = self._missing.shape[1]
         fewest = min(drop)
         if any(cached < n - fewest for cached, n in zip(self._cached.lengths, drop, strict=True)):
