@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests, begun_or, last_tokens
+
+if TYPE_CHECKING:
+    from specdec_ext.decoding.cache import CachedModel
 
 __all__ = ["ModelDrafter"]
 
@@ -52,6 +54,8 @@ class ModelDrafter:
 
     def start(self, requests: Requests) -> None:
         """Run the prompts but their last tokens."""
+        from specdec_ext.decoding.cache import CachedModel
+
         ids, mask = requests.input_ids, requests.attention_mask
         self._requests = requests
         self._cached = CachedModel(
