@@ -279,6 +279,59 @@ def test_a_drafter_that_cannot_take_tokens_back_is_started_again():
     assert likely.starts == statistics.rounds  # the last round has no successor
 
 
+class Knowing:
+    """Proposes up to two of the true tokens for some requests in some rounds, else nothing."""
+
+    calls = 0
+
+    def __init__(self, truth) -> None:
+        self.truth, self.used = truth, 0
+
+    def start(self, requests) -> None:
+        self.rows = torch.arange(len(self.truth))
+
+    def propose(self, gamma, positions, go_on=None):
+        columns = positions[:, None] + torch.arange(min(gamma, 2))
+        known = self.truth[self.rows[:, None], columns.clamp(max=self.truth.shape[1] - 1)]
+        helps = (self.rows + positions // 3) % 2 == 0
+        self.used += int(helps.sum())
+        return Draft(torch.where(helps[:, None], known, -1))
+
+    def commit(self, tokens, accepted, num_accepted) -> None:
+        pass
+
+    def hear(self, tokens, gained, num_gained) -> None:
+        pass
+
+    def select(self, rows, indices) -> None:
+        self.rows = self.rows[rows]
+
+
+@pytest.mark.parametrize("kind", ["model", "hierarchy", "restarted"])
+def test_a_hierarchy_hears_of_rounds_in_which_others_drafted(kind):
+    """All its models are the target: what they propose is accepted if they know the whole text."""
+    target, _ = tables(9)
+    below = {
+        "model": target,
+        "hierarchy": HierarchicalDrafter(target, target, 1),
+        "restarted": LikelyDrafter(target),
+    }[kind]
+    ids = torch.tensor([[1, 2], [0, 7], [8, 2], [0, 5]])
+    options = {"max_new_tokens": [60, 60, 41, 60], "eos_token_id": (), "pad_token_id": 0}
+    truth = specdec_ext.generate(target, None, ids, **options).sequences
+    first = Knowing(truth)
+    hierarchy = HierarchicalDrafter(target, below, 2)
+    found, statistics = specdec_ext.generate(
+        target, StackedDrafter(first, hierarchy), ids, gamma=4, **options
+    )
+    assert torch.equal(found, truth)
+    assert statistics.acceptance_rate == 1.0
+    # Two bursts of 2 + 1 tokens a round (28), and 6 calls to take in what was heard unevenly; 39
+    # where the level below has not heard.
+    assert hierarchy.calls_by_level[0] <= 2.5 * statistics.rounds
+    assert 0 < first.used < statistics.request_calls
+
+
 @pytest.mark.parametrize("rule", ["block", "token", "coupled", "typical"])
 @pytest.mark.parametrize("refill", [False, True])
 def test_output_does_not_depend_on_batch_mates(rule, refill):
@@ -490,11 +543,10 @@ def test_the_medium_models_draft_law_is_that_of_a_forward_without_cache(monkeypa
     assert compared > 80
 
 
-def test_a_hierarchy_is_no_part_of_a_stack():
-    _, medium = tables(3)
-    small = tables(3, seed=3)[1]
-    with pytest.raises(TypeError, match=r"HierarchicalDrafter has no hear\(\)"):
-        StackedDrafter(LookupDrafter(), HierarchicalDrafter(medium, small))
+def test_a_hierarchy_cannot_go_on_behind_others_tokens(levels):
+    drafter = HierarchicalDrafter(levels[1], levels[2])
+    with pytest.raises(TypeError, match="HierarchicalDrafter cannot go on behind others' tokens"):
+        StackedDrafter(LookupDrafter(), drafter, continued=True)
 
 
 def test_a_stack_drafts_for_a_hierarchy():

@@ -216,6 +216,9 @@ class RevisableDrafter(Drafter, Protocol):
             ``[B]``, the same numbers on the device.
         """
 
+    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+        """Hear tokens that it did not propose, as a `StackableDrafter` does."""
+
 
 @dataclass
 class NoDrafter:

@@ -48,10 +48,9 @@ class HierarchicalDrafter(ModelDrafter):
     rejected round drew must not come again, and where the next round begins is no key for it.
 
     What a draft begins with does not depend on how many tokens are asked for, nor on the other
-    requests of the batch. The drafter may be of any kind. One that has ``revise``
-    (`RevisableDrafter`), as models and hierarchies have, is rolled back; any other one is started
-    again on the text after every round of the target. The host waits for the device once a round of
-    the medium model.
+    requests of the batch. The drafter may be of any kind. A `RevisableDrafter`, as models and
+    hierarchies are, is rolled back; any other one is started again on the text after every round of
+    the target. The host waits for the device once a round of the medium model.
 
     After Algorithm 3 of the follow-up report among the project's sources, in which the medium
     model verifies once and then fills the draft up token by token (``refill``). Printed there, the
@@ -96,8 +95,9 @@ class HierarchicalDrafter(ModelDrafter):
             raise ValueError(f"hierarchy: rule must be 'block' or 'token', got {rule!r}")
         super().__init__(model)
         drafter: Any = as_drafter(draft)
-        self.draft: RevisableDrafter
-        self.draft = drafter if hasattr(drafter, "revise") else _Restarted(drafter)
+        self.draft: RevisableDrafter | _Restarted
+        revisable = hasattr(drafter, "revise") and hasattr(drafter, "hear")
+        self.draft = drafter if revisable else _Restarted(drafter)
         self.gamma = gamma
         self.rule = rule
         self.refill = refill
@@ -131,12 +131,11 @@ class HierarchicalDrafter(ModelDrafter):
         self._ends = requests.ends.tolist()
         self._found = _Proposals([0] * len(self._ends), ids.device)
 
-    hear = None  # type: ignore[assignment]  # its levels cannot be told: no part of a stack
-
-    def propose(  # type: ignore[override]  # it cannot go on behind others' tokens either
+    def propose(  # type: ignore[override]  # it cannot go on behind others' tokens
         self, gamma: int, positions: Tensor, go_on: GoOn | None = None
     ) -> Draft:
         """Propose up to ``gamma`` tokens, each drawn from the medium model's law."""
+        self._take_in()
         gamma = min(gamma, MOST_ROUNDS)
         wanted = [min(gamma, room) for room in self._room()]
         keep_rows = self._requests.needs_law or go_on is not None
@@ -153,9 +152,12 @@ class HierarchicalDrafter(ModelDrafter):
         return Draft(found.tokens[:, :width], found.rows[:, :width])
 
     def _lengths(self) -> list[int]:
-        """Return how long each text is, with what this level has emitted."""
+        """Return how long each text is, with what this level has emitted or heard."""
         assert self._cached is not None, "start() comes first"
-        return [n + self._missing.shape[1] for n in self._cached.lengths]
+        missing = self._missing.shape[1]
+        heard = [sum(n) for n in zip(*(heard.gained for heard in self._heard), strict=True)]
+        lengths = [n + missing for n in self._cached.lengths]
+        return [n + m for n, m in zip(lengths, heard, strict=True)] if heard else lengths
 
     def _room(self) -> list[int]:
         """Return how many draft tokens each request may take, if a final token is to follow."""
@@ -209,15 +211,33 @@ class HierarchicalDrafter(ModelDrafter):
 
     def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
         """Roll every level back to what was accepted, and take the final token."""
-        found, known = self._found, self._text.shape[1]
+        found = self._found
         drop = [n - kept for n, kept in zip(found.heard, accepted, strict=True)]
-        longest = max(n - m for n, m in zip(self._lengths(), drop, strict=True)) + 1
-        last = [known + n for n in accepted]
+        before = [n - m for n, m in zip(self._lengths(), found.heard, strict=True)]
+        gained = [n + 1 for n in accepted]
+        text = self._longer(before, tokens, gained, num_accepted + 1)
+        self.revise(text, drop, found.heard_tensor - num_accepted)
+
+    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+        """Note, on every level, tokens that others' rounds added."""
+        self._text = self._longer(self._lengths(), tokens, gained, num_gained)
+        super().hear(tokens, gained, num_gained)
+        if isinstance(self.draft, _Restarted):
+            self.draft.restart(self._text)
+        else:
+            self.draft.hear(tokens, gained, num_gained)
+
+    def _longer(
+        self, lengths: list[int], tokens: Tensor, gained: Sequence[int], num_gained: Tensor
+    ) -> Tensor:
+        """Return what the target has, ``lengths`` long, with the first ``gained[b]`` tokens."""
+        known = self._text.shape[1]
+        longest = max(n + m for n, m in zip(lengths, gained, strict=True))
+        last = [known - 1 + n for n in gained]
         short = max(longest - 1 - min(last), 0)  # columns that the padding must grow by
         history = torch.nn.functional.pad(torch.cat([self._text, tokens], 1), (short, 0), value=-1)
         last = [n + short for n in last]
-        text = last_tokens(history, last, known + short + num_accepted, longest)
-        self.revise(text, drop, found.heard_tensor - num_accepted)
+        return last_tokens(history, last, known - 1 + short + num_gained, longest)
 
     def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
         """Take tokens back on every level, and take one in their place."""
@@ -342,6 +362,10 @@ class _Restarted:
 
     def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
         """Take tokens back that commits emitted, and take one in their place."""
+        self.restart(text)
+
+    def restart(self, text: Tensor) -> None:
+        """Start again on ``text`` ``[B, n]``, left-padded with -1."""
         calls = self.draft.calls
         known = text >= 0
         self.draft.start(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests, begun_or, last_tokens
+
+if TYPE_CHECKING:
+    from specdec_ext.decoding.cache import CachedModel
 
 __all__ = ["ModelDrafter"]
 
@@ -52,6 +54,8 @@ class ModelDrafter:
 
     def start(self, requests: Requests) -> None:
         """Run the prompts but their last tokens."""
+        from specdec_ext.decoding.cache import CachedModel
+
         ids, mask = requests.input_ids, requests.attention_mask
         self._requests = requests
         self._cached = CachedModel(
@@ -132,6 +136,7 @@ class ModelDrafter:
     def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
         """Take tokens back that commits emitted, and take one in their place."""
         assert self._cached is not None, "start() comes first"
+        self._take_in()
         lacks = self._missing.shape[1]
         fewest = min(drop)
         if any(cached < n - fewest for cached, n in zip(self._cached.lengths, drop, strict=True)):
