@@ -1,0 +1,327 @@
+"""`specdec_ext.generate` against plain decoding and transformers' assisted generation.
+
+    python benchmarks/bench_generate.py                                  # the pair shipped here
+    python benchmarks/bench_generate.py --target FOLDER --draft FOLDER   # local checkpoints
+    python benchmarks/bench_generate.py --quick                          # does it run?
+
+Every contestant completes the same prompts, one after another in an order drawn anew for each
+prompt, so that a busy machine is fair to all; a time is that of the whole call, prefill included.
+Before anything counts, greedy output of all is compared with plain decoding: what differs by more
+than a tie is not timed, and the exit code is 1. *Speed-up* is the median over runs of plain
+decoding's seconds a token over the contestant's, on the same prompt. *Loop* is the share of a
+decoding step that is neither model: verification, cache rollback, bookkeeping.
+
+Bars, on 2 CPU cores with the shipped pair at batch 1: faster than plain decoding; 1.5 times as fast
+as transformers' assisted generation at equal gamma; the loop under 10 %; the renewal policy at
+least 0.97 times as fast as the best fixed gamma.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import set_seed
+
+import specdec_ext
+from specdec_ext import check
+from specdec_ext.decoding import RenewalRule, Statistics
+from specdec_ext.demo import Pair, Prompt, find_prompts, load_pair
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import common  # noqa: E402
+
+PLAIN, RENEWAL, TRANSFORMERS = "plain", "renewal policy", "transformers, plain"
+
+
+class Setting(NamedTuple):
+    """What all contestants are run under."""
+
+    batch: int
+    temperature: float
+
+
+class Run(NamedTuple):
+    """One call of a contestant."""
+
+    tokens: list[list[int]]
+    seconds: float
+    statistics: Statistics | None
+
+    @property
+    def per_token(self) -> float:
+        """Seconds a token of all requests."""
+        return self.seconds / sum(map(len, self.tokens))
+
+
+Contestant = Callable[[Tensor, Tensor, int], Run]
+
+
+# ---- contestants ---------------------------------------------------------------------------------
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """Call something; give its result and seconds."""
+    wait = common.synchronizer(device)
+    begin = time.perf_counter()
+    result = call()
+    wait()
+    return result, time.perf_counter() - begin
+
+
+def ours(pair: Pair, setting: Setting, new: int, gamma: Any, *, draft: bool = True) -> Contestant:
+    """Decode by `specdec_ext.generate`; ``gamma`` is a number or a policy."""
+
+    def run(ids: Tensor, mask: Tensor, seed: int) -> Run:
+        found, seconds = timed(
+            lambda: specdec_ext.generate(
+                pair.target, pair.draft if draft else None, ids, attention_mask=mask,
+                max_new_tokens=new, gamma=gamma, temperature=setting.temperature, seeds=seed,
+                eos_token_id=(),
+            ),
+            pair.device,
+        )  # fmt: skip
+        return Run(found.sequences[:, ids.shape[1] :].tolist(), seconds, found.statistics)
+
+    return run
+
+
+def theirs(pair: Pair, setting: Setting, new: int, gamma: int) -> Contestant:
+    """Decode by transformers, assisted if there is a gamma."""
+    options: dict[str, Any] = {"do_sample": False}
+    if setting.temperature:
+        # Off is not the default of every checkpoint.
+        options = {
+            "do_sample": True, "temperature": setting.temperature, "top_k": 0, "top_p": 1.0,
+        }  # fmt: skip
+    if gamma:
+        config = pair.draft.generation_config
+        config.num_assistant_tokens = gamma
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = 0.0
+        options["assistant_model"] = pair.draft
+
+    def run(ids: Tensor, mask: Tensor, seed: int) -> Run:
+        set_seed(seed)
+        if gamma:
+            pair.draft.generation_config.num_assistant_tokens = gamma
+        found, seconds = timed(
+            lambda: pair.target.generate(
+                ids, attention_mask=mask, max_new_tokens=new, eos_token_id=None, pad_token_id=0,
+                **options,
+            ),
+            pair.device,
+        )  # fmt: skip
+        return Run(found[:, ids.shape[1] :].tolist(), seconds, None)
+
+    return run
+
+
+def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> dict[str, Contestant]:
+    """List who takes part."""
+    new = options.tokens
+    found = {PLAIN: ours(pair, setting, new, 1, draft=False)}
+    found |= {f"gamma {g}": ours(pair, setting, new, g) for g in options.gamma}
+    # One object: it goes on learning from prompt to prompt.
+    found[RENEWAL] = ours(pair, setting, new, RenewalRule(limit=max(options.gamma) + 2))
+    found[TRANSFORMERS] = theirs(pair, setting, new, 0)
+    if setting.batch == 1:  # more is not supported there
+        found |= {f"transformers, gamma {g}": theirs(pair, setting, new, g) for g in options.gamma}
+    return found
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> list[tuple[list[Prompt], Tensor, Tensor]]:
+    """Put prompts together, left-padded; a last batch is filled up from the first."""
+    found = []
+    for begin in range(0, len(prompts), size):
+        some = [prompts[(begin + i) % len(prompts)] for i in range(size)]
+        width = max(prompt.ids.shape[1] for prompt in some)
+        ids = torch.zeros(size, width, dtype=torch.int64, device=some[0].ids.device)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(some):
+            ids[row, width - prompt.ids.shape[1] :] = prompt.ids[0]
+            mask[row, width - prompt.ids.shape[1] :] = 1
+        found.append((some, ids, mask))
+    return found
+
+
+def faults(pair: Pair, runs: Mapping[str, Run], some: Sequence[Prompt]) -> dict[str, str]:
+    """Say whose greedy output differs from plain decoding's by more than a tie."""
+    found = {}
+    for name, run in runs.items():
+        for prompt, expected, tokens in zip(some, runs[PLAIN].tokens, run.tokens, strict=True):
+            judged = check.judge(pair, prompt, expected, tokens, 0.0, 0, name)
+            if judged.verdict == check.BUG:
+                found[name] = check.line(judged)
+    return found
+
+
+def measure(
+    pair: Pair, prompts: Sequence[Prompt], setting: Setting, options: argparse.Namespace
+) -> tuple[dict[str, list[Run]], dict[str, str]]:
+    """Run all contestants on all batches by turns; give the runs, and who was left out and why."""
+    playing = contestants(pair, setting, options)
+    groups = batches(prompts, setting.batch)
+    some, ids, mask = groups[0]
+    first = {name: contestant(ids, mask, options.seed) for name, contestant in playing.items()}
+    wrong = faults(pair, first, some) if setting.temperature == 0 else {}
+    order = random.Random(options.seed)
+    runs: dict[str, list[Run]] = {name: [] for name in playing if name not in wrong}
+    for number, (_, ids, mask) in enumerate(groups * options.repeats):
+        for name in order.sample(list(runs), len(runs)):
+            runs[name].append(playing[name](ids, mask, options.seed + number))
+    return runs, wrong
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def summarize(setting: Setting, runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """Reduce the runs of a setting to a record a contestant."""
+    records = []
+    for name, own in runs.items():
+        ratios = [p.per_token / r.per_token for p, r in zip(runs[PLAIN], own, strict=True)]
+        kept = [r.statistics for r in own if r.statistics is not None]
+        total = sum(kept[1:], kept[0]) if kept else None
+        loop = None
+        if total is not None:
+            loop = 1 - (total.seconds["draft"] + total.seconds["target"]) / total.decode_seconds
+        records.append(
+            {
+                "batch": setting.batch,
+                "temperature": setting.temperature,
+                "contestant": name,
+                "runs": len(own),
+                "tokens_per_second": 1 / statistics.median(r.per_token for r in own),
+                "speedup": statistics.median(ratios),
+                "speedup_se": (
+                    statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.nan
+                ),
+                "tokens_per_target_call": None if total is None else total.tokens_per_target_call,
+                "acceptance_rate": (
+                    None if total is None or not total.drafted else total.acceptance_rate
+                ),
+                "loop_percent": None if loop is None else 100 * loop,
+            }
+        )
+    return records
+
+
+def bars(records: Sequence[Mapping[str, Any]], gammas: Sequence[int]) -> list[str]:
+    """Judge the bars at batch 1, temperature by temperature."""
+    lines = []
+    for t in sorted({r["temperature"] for r in records}):
+        of = {r["contestant"]: r for r in records if r["temperature"] == t and r["batch"] == 1}
+        fixed = [of[f"gamma {g}"] for g in gammas if f"gamma {g}" in of]
+        if not fixed:
+            continue
+        best = max(fixed, key=lambda r: r["speedup"])
+        judged = [(f"{best['contestant']} over plain decoding", best["speedup"], 1.0)]
+        for g in gammas:
+            rival = of.get(f"transformers, gamma {g}")
+            if rival is not None and f"gamma {g}" in of:
+                ratio = of[f"gamma {g}"]["speedup"] / rival["speedup"]
+                judged.append((f"gamma {g} over transformers, assisted", ratio, 1.5))
+        if RENEWAL in of:
+            ratio = of[RENEWAL]["speedup"] / best["speedup"]
+            judged.append((f"renewal policy over {best['contestant']}", ratio, 0.97))
+        for what, value, bar in judged:
+            verdict = "PASS" if value >= bar else "FAIL"
+            lines.append(f"T {t:g}: {what}: {value:.2f}x ({bar:g}x asked) {verdict}")
+        loop = best["loop_percent"]
+        verdict = "PASS" if loop < 10 else "FAIL"
+        lines.append(f"T {t:g}: loop, {best['contestant']}: {loop:.1f} % (under 10 %) {verdict}")
+    return lines
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Format records."""
+
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            str(r["batch"]),
+            f"{r['temperature']:g}",
+            r["contestant"],
+            f"{r['tokens_per_second']:.0f}",
+            f"{r['speedup']:.2f} ({r['speedup_se']:.2f})",
+            cell(r["tokens_per_target_call"], ".2f"),
+            cell(r["acceptance_rate"], ".2f"),
+            cell(r["loop_percent"], ".1f"),
+        ]
+        for r in records
+    ]
+    header = ["batch", "T", "contestant", "tokens/s", "speed-up (se)", "tokens a call", "alpha"]
+    return common.markdown_table([*header, "loop %"], rows)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="does it run?")
+    parser.add_argument("--target", help="a local checkpoint (default: the pair shipped here)")
+    parser.add_argument("--draft")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gamma", type=int, nargs="+", default=[2, 3, 4, 6])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens a prompt")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=common.RESULTS)
+    parser.add_argument("--suffix", default="", help="of the records' names")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.gamma, options.tokens, options.prompts, options.repeats = [3], 8, 2, 1
+        options.batch = [1, 2]
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    options = parse(arguments)
+    facts, load = common.machine_facts(), common.Load()
+    facts["command"] = " ".join(["bench_generate.py", *(arguments or sys.argv[1:])])
+    for name, value in facts.items():
+        print(f"{name}: {value}")
+    pair = load_pair(options.target, options.draft, options.device)
+    prompts = find_prompts(pair)[: options.prompts]
+    records, wrong = [], {}
+    for batch in options.batch:
+        for temperature in options.temperature:
+            setting = Setting(batch, temperature)
+            runs, found = measure(pair, prompts, setting, options)
+            records += summarize(setting, runs)
+            wrong |= {f"batch {batch}, {name}": fault for name, fault in found.items()}
+            print(f"batch {batch}, T {temperature:g} done", flush=True)
+    facts["others_cpu_share"] = load.share()
+    facts["bars"] = bars(records, options.gamma)
+    text = "\n".join([table(records), "", *facts["bars"], *wrong.values()])
+    print(f"\n{text}")
+    name = f"generate-{options.device}-{time.strftime('%Y-%m-%d', time.gmtime())}"
+    stem = options.output / (name + ("-quick" if options.quick else "") + options.suffix)
+    common.write_json(stem.with_suffix(".json"), {"machine": facts, "records": records})
+    common.write_csv(stem.with_suffix(".csv"), records)
+    stem.with_suffix(".md").write_text(text + "\n")
+    print(f"\nwritten: {stem}.json, .csv, .md")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
