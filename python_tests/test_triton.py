@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import CPU, REFERENCE, TRITON, f64
 from test_parity import RULES, VARIANTS
-from test_tree import as_trees, one_tree, quiet
+from test_tree import one_tree, quiet
 
 import specdec_ext
 from specdec_ext import ops
@@ -23,7 +23,12 @@ from specdec_ext.testing import (
     make_case,
     toy_models,
 )
-from specdec_ext.testing_trees import TreeCase, assert_trees_match, exact_tree_law
+from specdec_ext.testing_trees import (
+    TreeCase,
+    assert_trees_match,
+    chain_as_tree,
+    exact_tree_law,
+)
 
 if not find_spec("triton"):
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -542,7 +547,7 @@ def compare_trees(case):
 )
 def test_a_chain_is_block_verification_to_the_bit(options):
     case = make_case(53, **options)
-    chain, tree = TRITON.run(case), TRITON.run_tree(as_trees(case))
+    chain, tree = TRITON.run(case), TRITON.run_tree(chain_as_tree(case))
     same([tree.accept_probs[:, 1:]], [chain.accept_probs])
     for name in ("tokens", "num_accepted", "logprobs", "status"):
         same([getattr(tree, name)], [getattr(chain, name)])
