@@ -19,7 +19,6 @@ least 0.97 times as fast as the best fixed gamma.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 import sys
@@ -208,7 +207,7 @@ def summarize(setting: Setting, runs: Mapping[str, Sequence[Run]]) -> list[dict[
                 "tokens_per_second": 1 / statistics.median(r.per_token for r in own),
                 "speedup": statistics.median(ratios),
                 "speedup_se": (
-                    statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.nan
+                    statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
                 ),
                 "tokens_per_target_call": None if total is None else total.tokens_per_target_call,
                 "acceptance_rate": (
@@ -259,7 +258,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
             f"{r['temperature']:g}",
             r["contestant"],
             f"{r['tokens_per_second']:.0f}",
-            f"{r['speedup']:.2f} ({r['speedup_se']:.2f})",
+            f"{r['speedup']:.2f} ({cell(r['speedup_se'], '.2f')})",
             cell(r["tokens_per_target_call"], ".2f"),
             cell(r["acceptance_rate"], ".2f"),
             cell(r["loop_percent"], ".1f"),
