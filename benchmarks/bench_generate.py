@@ -34,7 +34,7 @@ from transformers import set_seed
 import specdec_ext
 from specdec_ext import check
 from specdec_ext.decoding import RenewalRule, Statistics
-from specdec_ext.demo import Pair, Prompt, find_prompts, load_pair
+from specdec_ext.demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -147,13 +147,7 @@ def batches(prompts: Sequence[Prompt], size: int) -> list[tuple[list[Prompt], Te
     found = []
     for begin in range(0, len(prompts), size):
         some = [prompts[(begin + i) % len(prompts)] for i in range(size)]
-        width = max(prompt.ids.shape[1] for prompt in some)
-        ids = torch.zeros(size, width, dtype=torch.int64, device=some[0].ids.device)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(some):
-            ids[row, width - prompt.ids.shape[1] :] = prompt.ids[0]
-            mask[row, width - prompt.ids.shape[1] :] = 1
-        found.append((some, ids, mask))
+        found.append((some, *left_padded([prompt.ids[0] for prompt in some])))
     return found
 
 

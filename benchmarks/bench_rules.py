@@ -37,7 +37,7 @@ from torch import Tensor
 import specdec_ext
 from specdec_ext import ops, theory
 from specdec_ext.decoding import Burst, Statistics
-from specdec_ext.demo import Pair, Prompt, find_prompts, load_pair
+from specdec_ext.demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 LOSSLESS = ("block", "token", "greedy", "coupled")
 AT_ZERO = ("greedy", "lenient", "top_beta")
@@ -150,11 +150,7 @@ def count(
     """Complete all prompts, at T > 0 with several seeds each, in one batch."""
     copies = options.replicas if setting.temperature > 0 else 1
     rows = [prompt.ids[0] for prompt in prompts for _ in range(copies)]
-    width = max(len(row) for row in rows)
-    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
-    for b, row in enumerate(rows):
-        ids[b, width - len(row) :] = row
-        mask[b, width - len(row) :] = 1
+    ids, mask = left_padded(rows)
     calls = torch.zeros(len(rows))
 
     def on_round(bursts: Sequence[Burst]) -> None:

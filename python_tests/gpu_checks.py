@@ -52,14 +52,6 @@ class Target:
         """The namespace with the schemas' operators."""
         return resolve("verify", self.name, self.device)
 
-    def has(self, operator: str) -> bool:
-        """Whether the backend has kernels for an operator."""
-        try:
-            resolve(operator, self.name, self.device)
-        except ValueError:
-            return False
-        return True
-
     def overload(self, operator: str) -> Any:
         """Give what is registered with torch, as ``opcheck`` wants it."""
         namespace = "specdec_triton" if self.name == "triton" else "specdec"

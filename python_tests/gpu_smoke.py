@@ -68,7 +68,7 @@ def main() -> int:
         for case in cases():
             gpu_checks.check_verify(target, case)
             count += 1
-        for tree in tree_cases() if target.has("verify_tree") else ():
+        for tree in tree_cases():
             gpu_checks.check_verify(target, tree)
             count += 1
         for dtype in (torch.float32, torch.bfloat16):

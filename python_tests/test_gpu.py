@@ -57,13 +57,6 @@ def on_gpu(target):
     return target
 
 
-@pytest.fixture
-def tree_target(target):
-    if not target.has("verify_tree"):
-        pytest.skip(f"{target.name} has no verify_tree")
-    return target
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_backend_is_present(name):
     # Everything else here is skipped for a backend that is absent: this is what then fails.
@@ -190,39 +183,39 @@ def tree_cases(count=1, **options):
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @pytest.mark.parametrize("variant", TREE_VARIANTS)
-def test_trees(tree_target, variant, rule):
+def test_trees(target, variant, rule):
     options = {**TREE_VARIANTS[variant], **(dict(philox=True) if rule == "coupled" else {})}
     for seed in range(2):
-        checks.check_verify(tree_target, make_tree_case(seed, rule=rule, **options))
+        checks.check_verify(target, make_tree_case(seed, rule=rule, **options))
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
 @pytest.mark.parametrize("batch, nodes, vocab", [(2, 64, 128_256), (40, 24, 9001), (3, 1024, 130)])
-def test_large_trees(tree_target, batch, nodes, vocab, rule):
+def test_large_trees(target, batch, nodes, vocab, rule):
     options = dict(batch=batch, nodes=nodes, vocab=vocab, dtype=torch.bfloat16, philox=True)
     case = make_tree_case(5, rule=rule, **options)
-    checks.check_against_cpu(tree_target, case, ties=2)
-    checks.check_twice(tree_target, case)
+    checks.check_against_cpu(target, case, ties=2)
+    checks.check_twice(target, case)
 
 
 @pytest.mark.parametrize("rule", ["traversal", "recursive", "target_only"])
-def test_law_of_trees(tree_target, rule):
-    checks.check_exact_tree_law(tree_target, rule, 0)
-    checks.check_exact_tree_law(tree_target, rule, 1, temperature=0.7, top_k=2, draft_top_k=3)
+def test_law_of_trees(target, rule):
+    checks.check_exact_tree_law(target, rule, 0)
+    checks.check_exact_tree_law(target, rule, 1, temperature=0.7, top_k=2, draft_top_k=3)
 
 
-def test_repeatability_of_trees(tree_target):
+def test_repeatability_of_trees(target):
     for case in tree_cases(batch=12):
-        checks.check_twice(tree_target, case)
-        checks.check_batch(tree_target, case)
-    checks.check_threads(tree_target, tree_cases())
-    checks.check_streams(tree_target, tree_cases())
+        checks.check_twice(target, case)
+        checks.check_batch(target, case)
+    checks.check_threads(target, tree_cases())
+    checks.check_streams(target, tree_cases())
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
-def test_graph_replay_of_trees(tree_target, rule):
+def test_graph_replay_of_trees(target, rule):
     cases = [make_tree_case(k, rule=rule, vocab=9001, philox=True) for k in range(4)]
-    checks.check_replay(tree_target, cases, replays.record)
+    checks.check_replay(target, cases, replays.record)
 
 
 @pytest.mark.parametrize("batch, nodes", [(1, 64), (32, 16)])
@@ -236,14 +229,14 @@ def test_launches_of_trees(on_gpu, rule, batch, nodes):
     assert 1 <= len(found) <= 5, found
 
 
-def test_no_tree_waits_for_the_device(on_gpu, tree_target):
+def test_no_tree_waits_for_the_device(on_gpu, target):
     inputs = [checks.on(case, DEVICE).inputs for case in tree_cases()]
     for given in inputs:
-        tree_target.operators.verify_tree(**given)
+        target.operators.verify_tree(**given)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for given in inputs:
-            tree_target.operators.verify_tree(**given)
+            target.operators.verify_tree(**given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .demo import Pair, Prompt, find_prompts, load_pair
+from .demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 LOSSLESS, PRECISION, BUG = "lossless", "tie or precision", "bug"
 
@@ -144,12 +144,7 @@ def _decode(
     """Return the new tokens of each prompt; gamma 0 is plain decoding."""
     from .decoding import stream
 
-    width = max(prompt.ids.shape[1] for prompt in prompts)
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64, device=pair.device)
-    mask = torch.zeros_like(ids)
-    for b, prompt in enumerate(prompts):
-        ids[b, width - prompt.ids.shape[1] :] = prompt.ids[0]
-        mask[b, width - prompt.ids.shape[1] :] = 1
+    ids, mask = left_padded([prompt.ids[0] for prompt in prompts])
     tokens: list[list[int]] = [[] for _ in prompts]
     for burst in stream(
         pair.target,

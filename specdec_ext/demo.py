@@ -148,6 +148,17 @@ class Prompt(NamedTuple):
     ids: Tensor  # [1, P]
 
 
+def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Put token rows ``[P_b]`` into a batch: ids and attention mask, ``[B, P]`` int64."""
+    width = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=rows[0].device)
+    mask = torch.zeros_like(ids)
+    for b, row in enumerate(rows):
+        ids[b, width - len(row) :] = row
+        mask[b, width - len(row) :] = 1
+    return ids, mask
+
+
 def load_pair(
     target_path: str | None = None, draft_path: str | None = None, device: str = "cpu"
 ) -> Pair:

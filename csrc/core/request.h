@@ -49,12 +49,17 @@ SPECDEC_HD bool reads_draft_law(TreeRule rule) {
 SPECDEC_HD bool ignores_sampling(TreeRule rule) { return rule == TreeRule::kGreedy; }
 
 // Whether the rule draws coins and a final token; the coupled rule races instead.
-SPECDEC_HD bool uses_uniforms(Rule rule) {
-  return !ignores_sampling(rule) && rule != Rule::kCoupled;
+template <typename AnyRule>
+SPECDEC_HD bool uses_uniforms(AnyRule rule) {
+  return !ignores_sampling(rule) && rule != AnyRule::kCoupled;
 }
 
-SPECDEC_HD bool uses_uniforms(TreeRule rule) {
-  return !ignores_sampling(rule) && rule != TreeRule::kCoupled;
+// Whether a law that the rule reads may have a filter.
+template <typename Params>
+SPECDEC_HD bool any_filters(const Params& p) {
+  if (ignores_sampling(p.rule)) return false;
+  return has_filter_arrays(p.target_sampling) ||
+         (reads_draft_law(p.rule) && has_filter_arrays(p.draft_sampling));
 }
 
 // A kind as the caller gave it; by default sampled (1) where there is a draft law.

@@ -144,12 +144,6 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- host ---
 
-bool any_filters(const VerifyParams& p) {
-  if (ignores_sampling(p.rule)) return false;
-  return has_filter_arrays(p.target_sampling) ||
-         (reads_draft_law(p.rule) && has_filter_arrays(p.draft_sampling));
-}
-
 // All scratch memory of a call, what the workspace has promised already included.
 Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace) {
   Scratch s;

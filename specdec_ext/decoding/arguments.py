@@ -83,6 +83,20 @@ def per_request(name: str, value: Any, batch: int) -> list[Any]:
     return values
 
 
+def callables(name: str, given: Any) -> list[Any]:
+    """Return the callables of (ids, scores) that were given: none, one or several."""
+    if given is None:
+        return []
+    # transformers' lists of processors and of criteria are both iterable and callable.
+    listed = list(given) if isinstance(given, Iterable) else [given]
+    for item in listed:
+        if not callable(item):
+            raise TypeError(
+                f"generate: {name} must be callables of (ids, scores), got {type(item).__name__}"
+            )
+    return listed
+
+
 def filters(
     batch: int, device: torch.device, **given: float | Sequence[float] | Tensor | None
 ) -> tuple[dict[str, Any], bool]:

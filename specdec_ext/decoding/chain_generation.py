@@ -228,6 +228,7 @@ class ChainGeneration:
         self.clock.start("target")
         logits = self.target.forward(torch.cat([self.last, draft.tokens], 1))  # [B, gamma + 1, V]
 
+        self.clock.start("rest")
         logits = self._process(logits, draft.tokens)
 
         self.clock.start("verify")

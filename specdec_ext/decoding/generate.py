@@ -16,7 +16,7 @@ from specdec_ext.decoding import arguments
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
 from specdec_ext.decoding.drafters import Drafter, as_drafter
 from specdec_ext.decoding.policies import FixedGamma, GammaPolicy
-from specdec_ext.decoding.processors import Processor, find_processors
+from specdec_ext.decoding.processors import Processor
 from specdec_ext.decoding.stopping import Criterion, find_stops
 from specdec_ext.decoding.trees import GrownTree, StaticTree
 
@@ -145,8 +145,10 @@ def generate(
 
     Notes
     -----
-    The host waits for the device once a round. The cache has a slot for every token of every row;
-    tokens that a row rejected while another kept its own are masked out (see `CachedModel`).
+    The host waits for the device once a round; a policy that looks at draft tokens (``go_on``) adds
+    a wait for each of them, logits processors one for every call they see, and a drafter that reads
+    text on the host one a round. The cache has a slot for every token of every row; tokens that a
+    row rejected while another kept its own are masked out (see `CachedModel`).
 
     Examples
     --------
@@ -187,7 +189,8 @@ def stream(
     Raises
     ------
     GenerationError
-        As in `generate`; the bursts of the requests that went on come before.
+        As in `generate`. Bursts of earlier rounds have come by then; what the failing round gave to
+        requests that could go on is in the error's ``sequences`` only.
 
     Examples
     --------
@@ -279,7 +282,7 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
         seeds=seeds,
         rule=rule,
         rule_options={name: getattr(given, name) for name in options},
-        processors=find_processors(given.logits_processor),
+        processors=arguments.callables("logits_processor", given.logits_processor),
         stops=find_stops(
             stop,
             given.stop_sequences,

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["Processor", "find_processors", "process_chain", "process_tree"]
+__all__ = ["Processor", "process_chain", "process_tree"]
 
 #: As `transformers.LogitsProcessor`: of ids ``[1, n]`` and scores ``[1, V]``, the new scores.
 Processor = Callable[[Tensor, Tensor], Tensor]
-
-
-def find_processors(given: Processor | Iterable[Processor] | None) -> list[Processor]:
-    """Bring the argument of `generate` to one form."""
-    if given is None:
-        return []
-    # A LogitsProcessorList is both a list and callable.
-    processors: list[Any] = list(given) if isinstance(given, Iterable) else [given]
-    for processor in processors:
-        if not callable(processor):
-            raise TypeError(
-                "generate: logits_processor must be callables of (ids, scores), got "
-                f"{type(processor).__name__}"
-            )
-    return processors
 
 
 def _apply(processors: Sequence[Processor], ids: Tensor, row: Tensor) -> Tensor:

@@ -111,8 +111,8 @@ class Statistics:
         Trees. ``rank_passed[k]``: how often it went on to that child.
     seconds : dict of str to float
         Wall time by phase: ``prefill`` (both models on the prompt), ``draft`` (proposing),
-        ``target`` (its calls), ``verify`` (the operator), ``rest`` (all else: the synchronisation,
-        the caches' rollback, the bookkeeping).
+        ``target`` (its calls), ``verify`` (the operator), ``rest`` (all else: logits processors of
+        the target's rows, the synchronisation, the caches' rollback, the bookkeeping).
     """
 
     gamma: int

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from specdec_ext.decoding.arguments import callables
+
 __all__ = ["Criterion", "Stops", "find_stops"]
 
 #: As `transformers.StoppingCriteria`: of ids ``[1, n]`` and None, whether the request ends there.
@@ -44,6 +46,7 @@ class Stops:
     ) -> None:
         self.tokens = frozenset(tokens)
         self.sequences = [list(sequence) for sequence in sequences]
+        self._reach = max(map(len, self.sequences), default=1) - 1  # into the text before a burst
         self.criteria = criteria
         self.device = device
 
@@ -55,17 +58,27 @@ class Stops:
         prompt, before, burst : list of int
             The request's prompt, its new tokens so far, and those of the burst.
         """
-        new = before + burst
-        ids = torch.tensor(prompt + new if self.criteria else [], device=self.device)[None]
-        for n in range(1, len(burst) + 1):
-            end = len(before) + n
+        asked = self._criteria_asked(prompt, before, burst)
+        recent = before[len(before) - min(self._reach, len(before)) :] + burst
+        for n, token in enumerate(burst, 1):
+            end = len(recent) - len(burst) + n
             if (
-                burst[n - 1] in self.tokens
-                or any(_ends_in(new, end, sequence) for sequence in self.sequences)
-                or any(_is_true(c(ids[:, : len(prompt) + end], None)) for c in self.criteria)
+                token in self.tokens
+                or any(_ends_in(recent, end, sequence) for sequence in self.sequences)
+                or asked(n)
             ):
                 return n
         return None
+
+    def _criteria_asked(
+        self, prompt: list[int], before: list[int], burst: list[int]
+    ) -> Callable[[int], bool]:
+        """Return what tells whether a criterion ends the request at the n-th token of the burst."""
+        if not self.criteria:
+            return lambda n: False
+        ids = torch.tensor([prompt + before + burst], device=self.device)
+        known = len(prompt) + len(before)
+        return lambda n: any(_is_true(c(ids[:, : known + n], None)) for c in self.criteria)
 
 
 def _ends_in(tokens: list[int], end: int, sequence: list[int]) -> bool:
@@ -88,11 +101,7 @@ def find_stops(
     sequences = [[int(token) for token in sequence] for sequence in stop_sequences or ()]
     if not all(sequences):
         raise ValueError("generate: stop_sequences must hold at least one token each, got []")
-    criteria: list[Criterion] = []
-    if stopping_criteria is not None:
-        # A StoppingCriteriaList is both a list and callable.
-        listed: Any = stopping_criteria
-        criteria += list(listed) if isinstance(listed, Iterable) else [listed]
+    criteria: list[Criterion] = callables("stopping_criteria", stopping_criteria)
     if stop_strings is not None:
         if tokenizer is None:
             raise ValueError("generate: stop_strings need a tokenizer")
@@ -100,10 +109,4 @@ def find_stops(
 
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         criteria.append(StopStringCriteria(tokenizer, strings))
-    for criterion in criteria:
-        if not callable(criterion):
-            raise TypeError(
-                "generate: stopping_criteria must be callables of (ids, scores), got "
-                f"{type(criterion).__name__}"
-            )
     return Stops(tokens, sequences, criteria, device)

@@ -37,6 +37,7 @@ class TreeGeneration(ChainGeneration):
         self.target.begin_tree()
         logits = self.target.forward_nodes(draft.tokens, seen, depths)  # [B, N, V]
 
+        self.clock.start("rest")
         if self.processors:
             logits = process_tree(
                 self.processors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -23,7 +24,7 @@ class Reader(Protocol):
 R = TypeVar("R", bound=Reader)
 
 
-class TextDrafter(Generic[R]):
+class TextDrafter(ABC, Generic[R]):
     """Base of these drafters: one reader a request, which hears all tokens that verification emits.
 
     Nothing is proposed into the text, so nothing is ever rolled back. The tokens that a round
@@ -36,9 +37,9 @@ class TextDrafter(Generic[R]):
         self._requests: Requests
         self._readers: list[R]
 
+    @abstractmethod
     def _reader(self, request: int, prompt: list[int]) -> R:
         """Return the reader of a request whose prompt this is."""
-        raise NotImplementedError
 
     def start(self, requests: Requests) -> None:
         """Take the prompts."""
