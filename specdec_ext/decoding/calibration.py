@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -10,19 +13,34 @@ __all__ = ["Calibration", "RoundTimes"]
 
 
 class RoundTimes:
-    """What a plain round and a further draft token cost, from the times of rounds.
+    """What a further draft token costs, in plain rounds, from the times of rounds.
 
-    A line, seconds = plain + slope n for rounds of n draft tokens, by least squares with
-    forgetting: whatever grows with the draft is in the slope, the target's longer call as well as
-    the draft's. Until n has varied, c stays near its first guess, which weighs as much as
-    observations of n with the sum of squares `GUESS`.
+    Two rounds of different lengths, soon after one another, give a line, seconds = plain (1 + c n),
+    and so one estimate of c. It is the median of the last estimates, each weighted by its
+    difference in tokens. So neither a machine that is slower for a while nor a round that took very
+    long counts for much; whatever grows with the draft does, the target's longer call as well as
+    the draft's.
 
     Parameters
     ----------
     c : float
-        First guess of slope / plain.
-    memory : int
-        Rounds after which an observation weighs 1/e.
+        First guess; one estimate among the others, of weight `GUESS`.
+    estimates : int
+        How many are kept.
+
+    Attributes
+    ----------
+    c : float
+        Cost of a further draft token in plain rounds.
+    evidence : int
+        Sum of the squares of all differences in tokens: c's variance goes as one over this.
+    silent : int
+        Rounds since the last one that gave an estimate.
+
+    References
+    ----------
+    Median of pairwise slopes: Theil (1950); Sen, "Estimates of the regression coefficient based on
+    Kendall's tau", JASA 63, 1968.
 
     Examples
     --------
@@ -33,46 +51,43 @@ class RoundTimes:
     0.1
     """
 
-    GUESS = 0.5
-    OUTLIER = 3.0  # what takes longer than this many times the line says is something else
+    GUESS = 12
+    NEIGHBOURS = 4  # rounds back that a round is compared with
+    MOST = 10.0  # no draft pays from 1 on
 
-    def __init__(self, c: float = 0.1, memory: int = 64) -> None:
-        self._guess, self._keep = c, 1 - 1 / memory
-        self._weight = self._n = self._nn = self._t = self._nt = 0.0
-
-    @property
-    def spread(self) -> float:
-        """Sum of squares of n about its mean."""
-        return self._nn - self._n**2 / self._weight if self._weight else 0.0
-
-    def _line(self) -> tuple[float, float]:
-        """Return (plain, slope) in seconds."""
-        n, seconds = self._n / self._weight, self._t / self._weight
-        guess = self._guess * seconds / (1 + self._guess * n)
-        crossed = self._nt - self._n * seconds
-        slope = (crossed + self.GUESS * guess) / (self.spread + self.GUESS)
-        slope = min(max(slope, 0.0), seconds / (n + 0.1))  # plain stays positive
-        return seconds - slope * n, slope
-
-    @property
-    def c(self) -> float:
-        """Cost of a further draft token in plain rounds."""
-        if not self._weight:
-            return self._guess
-        plain, slope = self._line()
-        return slope / plain
+    def __init__(self, c: float = 0.1, estimates: int = 256) -> None:
+        self.c = c
+        self.evidence = 0
+        self.silent = 0
+        self._guess = (c, self.GUESS)
+        self._rounds: deque[tuple[int, float]] = deque(maxlen=self.NEIGHBOURS)
+        self._estimates: deque[tuple[float, int]] = deque(maxlen=estimates)
 
     def observe(self, n: int, seconds: float) -> None:
         """Count a round of ``n`` draft tokens."""
         seconds = max(seconds, 1e-9)  # of a coarse clock
-        if self._weight > 5:
-            plain, slope = self._line()
-            seconds = min(seconds, self.OUTLIER * (plain + slope * n))
-        old = (self._weight, self._n, self._nn, self._t, self._nt)
-        new = (1.0, float(n), float(n * n), seconds, n * seconds)
-        self._weight, self._n, self._nn, self._t, self._nt = (
-            self._keep * a + b for a, b in zip(old, new, strict=True)
-        )
+        neighbours = [(m, t) for m, t in self._rounds if m != n]
+        self._estimates += [(_cost(n, seconds, m, t), abs(n - m)) for m, t in neighbours]
+        self._rounds.append((n, seconds))
+        self.silent = 0 if neighbours else self.silent + 1
+        self.evidence = sum(weight**2 for _, weight in self._estimates)
+        # Drafting never saves time.
+        self.c = max(_weighted_median([self._guess, *self._estimates]), 0.0)
+
+
+def _cost(n: int, seconds: float, m: int, other: float) -> float:
+    """Return c of the line through two rounds, at most `RoundTimes.MOST`."""
+    if n < m:
+        n, seconds, m, other = m, other, n, seconds
+    plain = n * other - m * seconds
+    return min((seconds - other) / plain, RoundTimes.MOST) if plain > 0 else RoundTimes.MOST
+
+
+def _weighted_median(pairs: Iterable[tuple[float, int]]) -> float:
+    """Return the least value that, with those under it, has half of the weight."""
+    ordered = sorted(pairs)
+    sums = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(sums, sums[-1] / 2)][0]
 
 
 class Calibration:

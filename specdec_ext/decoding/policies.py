@@ -121,8 +121,7 @@ class FixedGamma:
 def _confidence(tokens: Tensor, logits: Tensor) -> Tensor:
     """Return each token's probability at temperature 1, ``[B]``; 0 where a row has no law."""
     ids = tokens.clamp(min=0, max=logits.shape[-1] - 1)[:, None]
-    logits = logits.float()
-    return (logits.gather(1, ids)[:, 0] - logits.logsumexp(1)).exp().nan_to_num(nan=0.0)
+    return logits.float().softmax(1).gather(1, ids)[:, 0].nan_to_num(nan=0.0)
 
 
 class ConfidenceStop(FixedGamma):
@@ -351,7 +350,7 @@ class RenewalRule:
     sum of tokens over one of times; c is what `RoundTimes` makes of the rounds' times. A request
     for which even the first token is not worth it drafts nothing: plain decoding. From time to time
     it drafts one token in each of two rounds, and drafts again once that pays. Where all rounds
-    were alike, a plain one now and then tells what a draft token costs.
+    were alike, one of half the length now and then tells what a draft token costs.
 
     Parameters
     ----------
@@ -396,8 +395,8 @@ class RenewalRule:
     """
 
     PRIOR = 4.0  # a request counts as many trials at the rate of all requests
-    ENOUGH = 3.0  # sum of squares of the lengths, from which c is known well enough
-    PLAIN = 8  # rounds from one plain round to the next, where it is not
+    ENOUGH = 128  # evidence from which c is known well enough
+    EXPLORE = 8  # rounds from one of half the length to the next, where it is not
 
     def __init__(
         self,
@@ -425,6 +424,7 @@ class RenewalRule:
         self._trials = [_Trials(self._keep) for _ in range(batch)]
         self._tokens, self._time = [1.0] * batch, [1.0] * batch
         self._caught_up = False  # whether the draft has run all that the target has
+        self._drafted = 0  # tokens of the longest draft of the last round
 
     def lengths(self) -> list[int]:
         """Return each request's limit in this round; the clock starts."""
@@ -441,8 +441,9 @@ class RenewalRule:
             self._length(alpha, needed)
             for alpha, needed in zip(self._alphas, self._needed, strict=True)
         ]
-        if self._round % self.PLAIN == 0 and self.times.spread < self.ENOUGH:
-            self._lengths = [0] * len(self._lengths)
+        unsure = self._round % self.EXPLORE == 0 and self.times.evidence < self.ENOUGH
+        if unsure or self.times.silent >= self.probe:
+            self._lengths = [min(length, self._drafted // 2) for length in self._lengths]
         if self._round % self.probe < 2 <= self._round:
             self._lengths = [max(length, 1) for length in self._lengths]
         return list(self._lengths)
@@ -473,7 +474,7 @@ class RenewalRule:
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Hear what was accepted; the clock stops."""
-        steps = max(drafted, default=0)
+        steps = self._drafted = max(drafted, default=0)
         # A draft that follows a plain round begins with the tokens that it has missed.
         if self._caught_up or (steps == 0 and self._round > 1):
             self.times.observe(steps, self._clock() - self._begun)
