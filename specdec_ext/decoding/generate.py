@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
 from specdec_ext.decoding.drafters import Drafter, as_drafter
-from specdec_ext.decoding.policies import FixedGamma, GammaPolicy
+from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, is_policy
 from specdec_ext.decoding.processors import Processor
 from specdec_ext.decoding.stopping import Criterion, find_stops
 from specdec_ext.decoding.trees import GrownTree, StaticTree
@@ -310,8 +310,7 @@ def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
 
 def _policy(gamma: Any) -> GammaPolicy:
     """Return the policy that ``gamma`` is, or the one that always says this number."""
-    if hasattr(gamma, "lengths") and hasattr(gamma, "commit"):
-        policy: GammaPolicy = gamma
-        return policy
+    if is_policy(gamma):
+        return gamma
     arguments.check_count("gamma", gamma)
     return FixedGamma(gamma)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ __all__ = [
     "GradientAscent",
     "HeuristicGamma",
     "RenewalRule",
+    "is_policy",
 ]
 
 
@@ -69,6 +70,11 @@ class GammaPolicy(Protocol):
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
+
+
+def is_policy(gamma: object) -> TypeGuard[GammaPolicy]:
+    """Tell whether ``gamma`` is a policy, and no number."""
+    return hasattr(gamma, "lengths") and hasattr(gamma, "commit")
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
@@ -319,8 +325,10 @@ class GradientAscent:
         return [round(gamma) for gamma in self._gammas]
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count, and climb a few steps."""
+        """Count, and climb a few steps; a request that drafted nothing stays."""
         for b, (offered, taken) in enumerate(zip(drafted, accepted, strict=True)):
+            if not offered:
+                continue
             self._accepted[b] += taken
             self._tested[b] += min(taken + 1, offered)
             alpha = (self._accepted[b] + 1) / (self._tested[b] + 2)

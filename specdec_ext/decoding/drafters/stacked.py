@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.drafters import Draft, Drafter, GoOn, Requests, as_drafter
+from specdec_ext.decoding.drafters import Draft, Drafter, GoOn, Requests, as_drafter, only
 
 __all__ = ["StackableDrafter", "StackedDrafter"]
 
@@ -118,7 +118,8 @@ class StackedDrafter:
         without = torch.ones_like(positions, dtype=torch.bool)
         ahead = len(self.drafters) - self.continued
         for k, drafter in enumerate(self.drafters[:ahead]):
-            draft = drafter.propose(gamma, positions, _only(without, go_on))
+            asked = None if go_on is None else only(without, go_on)
+            draft = drafter.propose(gamma, positions, asked)
             proposed = (draft.tokens >= 0).long().cumprod(1).sum(1)
             num_used = torch.where(without, proposed, 0)
             self._shares[k] = _Share(draft, num_used.tolist(), num_used)
@@ -191,13 +192,6 @@ class StackedDrafter:
         self._shares = {k: share.select(rows, indices) for k, share in self._shares.items()}
         for drafter in self.drafters:
             drafter.select(rows, indices)
-
-
-def _only(rows: Tensor, go_on: GoOn | None) -> GoOn | None:
-    """Ask ``go_on`` for these requests alone; the others stop."""
-    if go_on is None:
-        return None
-    return lambda tokens, logits: go_on(torch.where(rows, tokens, -1), logits) & rows
 
 
 def _is_full(tokens: Tensor, gamma: int) -> bool:
