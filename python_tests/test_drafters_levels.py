@@ -17,6 +17,7 @@ from specdec_ext.decoding import (
     HeuristicGamma,
     HierarchicalDrafter,
     LookupDrafter,
+    MovingThreshold,
     NgramDrafter,
     RenewalRule,
     StackedDrafter,
@@ -27,6 +28,7 @@ POLICIES = {
     "confidence": lambda: ConfidenceStop(3, threshold=0.5),
     "entropy": lambda: EntropyBound(3, threshold=0.5),
     "gradient": lambda: GradientAscent(c=0.1, gamma=1, limit=3),
+    "moving": lambda: ConfidenceStop(3, MovingThreshold(0.5, epsilon=1.0)),
 }
 #: These hear more than a request of its own.
 OTHERS = {"nosy": Nosy, "renewal": lambda: RenewalRule(limit=3, c=0.3, probe=3)}
@@ -77,7 +79,7 @@ def test_output_does_not_depend_on_batch_mates(name, below):
     def run(rows):
         draft = {
             "model": small,
-            "levels": HierarchicalDrafter(small, tiny, POLICIES[name](), refill=True),
+            "levels": HierarchicalDrafter(small, tiny, ConfidenceStop(2, 0.5), refill=True),
             "stack": StackedDrafter(LookupDrafter(min_match=3), small),
         }[below]
         return specdec_ext.generate(
@@ -168,12 +170,12 @@ def test_drafts_that_end_early_and_drafters_that_are_not_asked():
 
 def test_a_request_that_drafts_nothing_learns_nothing():
     """Else what a request does would depend on how long its batch mates go on."""
-    for make in (*POLICIES.values(), lambda: EntropyBound(3)):
-        policies = [make(), make()]
-        for policy in policies:
-            policy.start(1)
-            policy.commit([policy.lengths()[0]], [1])
-        before = policies[0].lengths()
+    threshold = MovingThreshold()
+    policies = [HeuristicGamma(5), GradientAscent(c=0.05), EntropyBound(3, threshold)]
+    for policy in policies:
+        policy.start(1)
+        policy.commit([3], [3])
+        before = policy.lengths(), list(threshold.values)
         for _ in range(50):
-            policies[0].commit([0], [0])
-        assert policies[0].lengths() == before == policies[1].lengths()
+            policy.commit([0], [0])
+        assert (policy.lengths(), threshold.values) == before

@@ -66,7 +66,10 @@ class HierarchicalDrafter(ModelDrafter):
     hears how many tokens the medium model accepted, whatever the target takes of them. A request
     that has its tokens while others of the batch go on drafts nothing: the policy hears 0 of 0,
     and `go_on` sees -1. Stops are asked about tokens that all stay in the draft that the medium
-    model verifies, as `policies` wants it; so the medium model's law is kept.
+    model verifies, as `policies` wants it; so the medium model's law is kept. Where the level above
+    asks its requests for different numbers of tokens, or ends their drafts early, a policy that
+    learns hears of rounds that only batch mates had use for; what a request emits then depends on
+    them, if not in law.
 
     After Algorithm 3 of the follow-up report among the project's sources, in which the medium
     model verifies once and then fills the draft up token by token (``refill``). Printed there, the
