@@ -1,15 +1,16 @@
-"""Gamma policies inside a hierarchy: what they hear, and what they leave as it is."""
+"""Inside a hierarchy: gamma policies and what they hear, stacks and what they take back."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from generate_models import tables
+from generate_models import TableModel, pair, prompts, tables
 from test_generate_law import ALPHA, p_value
 from test_policies import LeavesOut, Nosy
 
 import specdec_ext
 from specdec_ext.decoding import (
+    AggressiveDrafter,
     ConfidenceStop,
     EntropyBound,
     FixedGamma,
@@ -20,8 +21,14 @@ from specdec_ext.decoding import (
     MovingThreshold,
     NgramDrafter,
     RenewalRule,
+    Requests,
     StackedDrafter,
+    UniformDrafter,
 )
+from specdec_ext.decoding.drafters.restarted import Restarted
+
+# --- gamma policies ---------------------------------------------------------------------------
+
 
 POLICIES = {
     "heuristic": lambda: HeuristicGamma(1, limit=3),
@@ -41,8 +48,10 @@ def models():
     return [target, medium, tables(3, seed=3)[1], tables(3, seed=4)[1]]
 
 
-@pytest.mark.parametrize("rule", ["block", "token"])
-@pytest.mark.parametrize("name", [*POLICIES, *OTHERS])
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(name, "block") for name in [*POLICIES, *OTHERS]] + [("moving", "token"), ("nosy", "token")],
+)
 def test_joint_law(models, name, rule):
     target, medium, small, _ = models
     drafter = HierarchicalDrafter(medium, small, {**POLICIES, **OTHERS}[name](), rule=rule)
@@ -179,3 +188,201 @@ def test_a_request_that_drafts_nothing_learns_nothing():
         for _ in range(50):
             policy.commit([0], [0])
         assert (policy.lengths(), threshold.values) == before
+
+
+# --- drafters that take tokens back -----------------------------------------------------------
+
+
+#: Stacks over a small and a tiny model of so many tokens.
+STACKS = {
+    "lookup, model": lambda small, tiny, v: StackedDrafter(LookupDrafter(min_match=2), small),
+    "lookup, then model": lambda small, tiny, v: StackedDrafter(
+        LookupDrafter(max_match=1), small, continued=True
+    ),
+    "lookup, levels": lambda small, tiny, v: StackedDrafter(
+        LookupDrafter(min_match=2), HierarchicalDrafter(small, tiny, 2)
+    ),
+    "stack in a stack": lambda small, tiny, v: StackedDrafter(
+        StackedDrafter(LookupDrafter(min_match=3), NgramDrafter(v, 3), continued=True), small
+    ),
+    "uniform, model": lambda small, tiny, v: StackedDrafter(
+        LookupDrafter(min_match=2), UniformDrafter(v), small
+    ),
+}
+
+
+def run_stack(stack, target, medium, **options):
+    """Generate under a hierarchy over this stack, of ragged prompts up to ragged limits."""
+    ids, mask = prompts([1, 9, 4, 6], vocabulary=target.config.vocab_size)
+    drafter = HierarchicalDrafter(medium, stack, 3)
+    found = specdec_ext.generate(
+        target, drafter, ids, attention_mask=mask, max_new_tokens=[40, 12, 40, 25], gamma=5,
+        eos_token_id=(), pad_token_id=0, **options,
+    )  # fmt: skip
+    return found, drafter
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_that_takes_tokens_back_drafts_as_one_started_again(name):
+    """To the bit, under the block rule, which lets other drafts make other tokens."""
+    target, medium = tables(5)
+    _, small = tables(5, seed=3)
+    _, tiny = tables(5, seed=4)
+    results = []
+    for wrap in (lambda stack: stack, Restarted):
+        fed = len(small.fed)
+        (sequences, statistics), drafter = run_stack(
+            wrap(STACKS[name](small, tiny, 5)), target, medium, temperature=1.0, seeds=3
+        )
+        tokens = sum(length for _, length in small.fed[fed:])
+        results.append((sequences, statistics.histogram, drafter.calls_by_level[0], tokens))
+    (*rolled_back, tokens), (*restarted, tokens_again) = results
+    assert torch.equal(rolled_back[0], restarted[0]) and rolled_back[1:] == restarted[1:]
+    assert 0.1 < statistics.acceptance_rate < 0.9
+    assert tokens < 0.6 * tokens_again or name == "stack in a stack"  # which never asks the model
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_greedy_equals_plain_decoding(name):
+    """Of a model with a window, whose cache must stay without holes."""
+    target, medium = pair("mistral_window", noise=0.02)
+    _, small = pair("mistral_window", noise=0.05)
+    _, tiny = pair("mistral_window", noise=0.1)
+    (sequences, statistics), _ = run_stack(STACKS[name](small, tiny, 67), target, medium)
+    ids, mask = prompts([1, 9, 4, 6])
+    plain = specdec_ext.generate(
+        target, None, ids, attention_mask=mask, max_new_tokens=[40, 12, 40, 25], pad_token_id=0,
+        eos_token_id=(),
+    ).sequences  # fmt: skip
+    assert torch.equal(sequences, plain) and 0 < statistics.acceptance_rate < 1
+
+
+def test_a_model_in_a_stack_is_filled_once():
+    """Of a long prompt; what it is fed later are tokens that it lacks, whatever is taken back."""
+    target, medium = tables(5)
+    _, small = tables(5, seed=3)
+    stack = StackedDrafter(LookupDrafter(min_match=3), small)
+    drafter = HierarchicalDrafter(medium, stack, 3)
+    ids = torch.randint(0, 5, (1, 60), generator=torch.Generator().manual_seed(0))
+    _, statistics = specdec_ext.generate(
+        target, drafter, ids, max_new_tokens=100, gamma=5, temperature=1.0, seeds=1,
+        eos_token_id=(),
+    )  # fmt: skip
+    lengths = [length for _, length in small.fed]
+    assert statistics.rounds > 20 and stack.calls > 40
+    assert lengths[0] == 59 and max(lengths[1:]) < 12
+    assert len(lengths) <= stack.calls + 1
+
+
+class NeverTold:
+    """Proposes what follows its text in a count, so that it must know the text; cannot revise."""
+
+    calls = 0
+
+    def __init__(self, vocabulary):
+        self.vocabulary, self.starts = vocabulary, 0
+
+    def start(self, requests):
+        self.starts += 1
+        self.last = requests.input_ids[:, -1]
+
+    def propose(self, gamma, positions, go_on=None):
+        steps = torch.arange(1, gamma + 1)
+        return specdec_ext.decoding.Draft((self.last[:, None] + steps) % self.vocabulary)
+
+    def commit(self, tokens, accepted, num_accepted):
+        self.last = tokens.gather(1, num_accepted.long()[:, None])[:, 0]
+
+    def hear(self, tokens, gained, num_gained):
+        told = (num_gained.long()[:, None] - 1).clamp(min=0)
+        self.last = torch.where(num_gained > 0, tokens.gather(1, told)[:, 0], self.last)
+
+    def select(self, rows, indices):
+        self.last = self.last[rows]
+
+
+def counting(vocabulary):
+    """Return a table model that counts on, round and round."""
+    table = torch.zeros(vocabulary, vocabulary, vocabulary)
+    table[:, range(vocabulary), [*range(1, vocabulary), 0]] = 9.0
+    return TableModel(table)
+
+
+def test_a_stacked_drafter_that_cannot_take_tokens_back_is_started_again():
+    model, own = counting(9), NeverTold(9)
+    drafter = HierarchicalDrafter(model, StackedDrafter(LookupDrafter(min_match=9), own), 3)
+    _, statistics = specdec_ext.generate(
+        model, drafter, torch.tensor([[3], [7]]), max_new_tokens=9, gamma=4, eos_token_id=()
+    )
+    assert statistics.rounds == 2 and own.starts == 2  # the last round has no successor
+    assert drafter.calls_by_level[0] == 2  # all that it proposed was right
+
+
+# --- drafters that read text ------------------------------------------------------------------
+
+
+READERS = {
+    "lookup": lambda: LookupDrafter(),
+    "n-gram": lambda: NgramDrafter(4, 3, sampled=False),
+    "aggressive": lambda: AggressiveDrafter([[1, 2, 3, 0, 2, 1], [2, 2, 1, 3], [0, 1, 0, 2, 3]]),
+    "aggressive prompt": lambda: AggressiveDrafter(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reader_that_took_tokens_back_is_as_if_it_never_had_them(name, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(high, *shape):
+        return torch.randint(0, high, shape, generator=generator)
+
+    def started(rows):
+        drafter = READERS[name]()
+        ends = torch.full((3,), 99)
+        drafter.start(Requests(ids, None, ends, 0, None, {}, greedy=True, needs_law=False))
+        drafter.select(torch.tensor(rows), rows)
+        return drafter
+
+    ids, rows = random(4, 3, 5), [0, 1, 2]
+    drafter, texts = started(rows), [[], [], []]
+    for step in range(12):
+        if step == 6:
+            rows = [2, 0]
+            drafter.select(torch.tensor(rows), rows)
+            texts = [texts[i] for i in rows]
+        counts = random(4, len(rows)).tolist()
+        tokens = random(4, len(rows), 3)
+        drafter.hear(tokens, counts, torch.tensor(counts))
+        for text, row, n in zip(texts, tokens.tolist(), counts, strict=True):
+            text += row[:n]
+        drop = [int(random(min(len(text), 4) + 1, 1)) for text in texts]
+        last = random(4, len(rows), 1)
+        drafter.revise(last, drop, torch.tensor(drop))
+        for b, n in enumerate(drop):
+            texts[b] = [*texts[b][: len(texts[b]) - n], int(last[b])]
+        fresh = started(rows)
+        for column in range(max(map(len, texts))):  # one by one, as plain decoding would
+            heard = [int(column < len(text)) for text in texts]
+            token = [[text[column] if column < len(text) else 0] for text in texts]
+            fresh.hear(torch.tensor(token), heard, torch.tensor(heard))
+        positions = torch.zeros(len(rows), dtype=torch.int64)
+        found, expected = (d.propose(4, positions).tokens for d in (drafter, fresh))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "inputs", [None, [[*range(1, 21)], [*range(1, 21)]]], ids=["prompt", "own"]
+)
+def test_aggressive_decoding_in_a_hierarchy_keeps_its_place(inputs):
+    """Its input stays what it was when requests end, and where it stands in it."""
+    model = counting(30)
+    ids = torch.tensor([[*range(1, 21), 0]] * 2)
+    drafter = HierarchicalDrafter(model, AggressiveDrafter(inputs), 4)
+    found, statistics = specdec_ext.generate(
+        model, drafter, ids, max_new_tokens=[21, 9], gamma=8, eos_token_id=(), pad_token_id=0
+    )
+    assert found[0, 21:].tolist() == [*range(1, 22)]
+    assert statistics.rounds == 3 and statistics.acceptance_rate == 1.0
+    # 8, 8 and 2 tokens in bursts of 4 + 1: of a drafter that lost its place, in bursts of 1.
+    assert drafter.calls_by_level[0] == 2 + 2 + 1

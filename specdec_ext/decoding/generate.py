@@ -105,8 +105,9 @@ def generate(
         the new scores, before temperature and filters. Every row is processed after the text that
         would lead to it, draft tokens included and padding left out, so that the law is that of
         plain decoding under the same processors. They must be functions of their arguments: rows
-        are asked for that are then discarded. They are called on the host, row by row. A draft
-        model over as many tokens as the target draws from processed rows, too.
+        are asked for that are then discarded. They are called on the host, row by row. Drafters
+        that have rows over as many tokens as the target (models, n-gram models, uniform tokens,
+        each level of a hierarchy) draw from processed rows, too; drafts that are trees do not.
     eos_token_id : int or iterable of int, optional
         Tokens that end a request (and are kept). None: those of the model's configuration, ``()``:
         none.

@@ -52,9 +52,10 @@ class HierarchicalDrafter(ModelDrafter):
     rejected round drew must not come again, and where the next round begins is no key for it.
 
     What a draft begins with does not depend on how many tokens are asked for, nor on the other
-    requests of the batch. The drafter may be of any kind. A `RevisableDrafter`, as models and
-    hierarchies are, is rolled back; any other one is started again on the text after every round of
-    the target. The host waits for the device once a round of the medium model, and for the drafter.
+    requests of the batch. The drafter may be of any kind. A `RevisableDrafter`, as all that
+    propose something here are, is rolled back; any other one is started again on the text after
+    every round of the target. The host waits for the device once a round of the medium model, and
+    where the drafter has it wait.
 
     The caller's logits processors bind the rows of every level whose vocabulary is the target's,
     each row behind what the target has, what the levels above it have emitted in this call, and

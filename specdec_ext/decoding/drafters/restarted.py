@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
-from specdec_ext.decoding.drafters import Draft, Drafter, GoOn, Requests
+from specdec_ext.decoding.drafters import Draft, GoOn, Requests
 
 __all__ = ["Restarted"]
 
@@ -21,7 +22,7 @@ class Restarted:
         Any.
     """
 
-    def __init__(self, draft: Drafter) -> None:
+    def __init__(self, draft: Any) -> None:
         self.draft = draft
         self._calls = 0  # before it was started again
         self._requests: Requests
@@ -29,20 +30,28 @@ class Restarted:
     @property
     def calls(self) -> int:
         """Model calls so far, prefill excluded."""
-        return self._calls + self.draft.calls
+        calls: int = self._calls + self.draft.calls
+        return calls
 
     def start(self, requests: Requests) -> None:
         """Take the prompts."""
         self._requests = requests
         self.draft.start(requests)
 
-    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
-        """Propose up to ``gamma`` tokens."""
-        return self.draft.propose(gamma, positions, go_on)
+    def propose(
+        self, gamma: int, positions: Tensor, go_on: GoOn | None = None, **begun: Tensor
+    ) -> Draft:
+        """Propose up to ``gamma`` tokens, behind those of ``begun`` if it can."""
+        draft: Draft = self.draft.propose(gamma, positions, go_on, **begun)
+        return draft
 
     def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
         """Hear what was emitted."""
         self.draft.commit(tokens, accepted, num_accepted)
+
+    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+        """Hear tokens that it did not propose, if it can stand in a stack."""
+        self.draft.hear(tokens, gained, num_gained)
 
     def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
         """Take tokens back that commits emitted, and take one in their place."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.decoding.drafters import Draft, Drafter, GoOn, Requests, as_drafter, only
+from specdec_ext.decoding.drafters.restarted import Restarted
 
 __all__ = ["StackableDrafter", "StackedDrafter"]
 
@@ -52,6 +53,9 @@ class StackedDrafter:
     what it is (``Draft.kinds``); which drafter a request gets depends on whether there is a
     proposal, never on a drawn token, so what is emitted is distributed as the target's own under
     every lossless rule. The host waits for the device once for every drafter that is asked.
+
+    In a hierarchy each drafter takes tokens back by its own `RevisableDrafter.revise`: a model's
+    cache is rolled back, not filled again. One that has none is started again on the text.
 
     Parameters
     ----------
@@ -98,6 +102,10 @@ class StackedDrafter:
                 f"StackedDrafter: {type(last).__name__} cannot go on behind others' tokens: its "
                 "propose() takes no begun"
             )
+        self.drafters = [
+            drafter if hasattr(drafter, "revise") else Restarted(drafter)
+            for drafter in self.drafters
+        ]
         self.continued = continued
         self._shares: dict[int, _Share] = {}  # of the drafters that were asked in this round
 
@@ -186,6 +194,11 @@ class StackedDrafter:
         """Pass on what other drafters' rounds added."""
         for drafter in self.drafters:
             drafter.hear(tokens, gained, num_gained)
+
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Have each drafter take tokens back, and take one in their place."""
+        for drafter in self.drafters:
+            drafter.revise(text, drop, drop_tensor)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""

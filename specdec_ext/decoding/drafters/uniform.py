@@ -88,6 +88,9 @@ class UniformDrafter:
     def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
         """Hear what other drafters' rounds added: nothing is learnt from it."""
 
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Take tokens back: nothing was learnt from them."""
+
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         self._requests = self._requests.select(rows)
