@@ -103,6 +103,24 @@ def test_output_does_not_depend_on_batch_mates(name, below):
         assert torch.equal(together[row, : 5 + limits[row]], alone[0])
 
 
+@pytest.mark.parametrize("name", [*POLICIES, *OTHERS])
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_tokens_are_those_of_plain_decoding(name, rule):
+    """Also those of drafts whose law nobody reads: stops see the rows all the same."""
+    target, medium = tables(6, noise=0.7)
+    _, small = tables(6, seed=1)
+    ids, mask = prompts([4, 2, 4, 1], vocabulary=6)
+    options = {
+        "attention_mask": mask, "max_new_tokens": [31, 9, 25, 1], "rule": rule, "seeds": 3,
+        "temperature": 0.9, "pad_token_id": 0, "eos_token_id": (),
+    }  # fmt: skip
+    drafter = HierarchicalDrafter(medium, small, {**POLICIES, **OTHERS}[name]())
+    plain = specdec_ext.generate(target, None, ids, **options).sequences
+    for _ in range(2):  # a drafter, and its policy, may be used again
+        found, statistics = specdec_ext.generate(target, drafter, ids, gamma=4, **options)
+        assert torch.equal(found, plain) and statistics.accepted > 0
+
+
 class Recorded(HeuristicGamma):
     """Keeps what it hears; asked, it always goes on."""
 

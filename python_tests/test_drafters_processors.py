@@ -134,11 +134,12 @@ def run(drafter, temperature=0.8, **options):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("rule", ["block", "coupled"])
 @pytest.mark.parametrize("name", [*DRAW, *PUT])
-def test_every_row_is_processed_behind_its_own_prefix(name):
+def test_every_row_is_processed_behind_its_own_prefix(name, rule):
     """Then target and drafter have the same rows, to the bit, and no token is ever rejected."""
     drafter = {**DRAW, **PUT}[name]()
-    options = {"temperature": 0.0} if name in PUT else {"top_k": 3}
+    options = {"temperature": 0.0} if name in PUT else {"top_k": 3, "rule": rule}
     sequences, statistics = run(drafter, **options)
     assert statistics.acceptance_rate == 1.0 and statistics.accepted > 40
     if hasattr(drafter, "calls_by_level") and name not in ("ragged levels", "three levels"):
