@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import test_generate_edges
 import torch
 from generate_models import TableModel, pair, prompts, tables
 from test_generate_law import ALPHA, p_value
@@ -121,14 +120,6 @@ def test_joint_law_under_a_policy(levels):
     target, medium, small, _ = levels
     drafter = HierarchicalDrafter(medium, small, 2)
     assert p_value(target, drafter, length=5, gamma=Nosy(), draws=10_000) > ALPHA
-
-
-def test_joint_law_under_processors():
-    """The levels below draw from rows that are not processed, and say so."""
-    target, medium = tables(4)
-    drafter = HierarchicalDrafter(medium, tables(4, seed=3)[1], 2)
-    processors = [test_generate_edges.never_the_next, test_generate_edges.seldom_again]
-    assert test_generate_edges.p_value(target, drafter, processors, gamma=3, length=3) > ALPHA
 
 
 def test_a_medium_model_that_fails_costs_its_proposals_only(levels):
@@ -383,7 +374,7 @@ def test_coupled_proposals_are_those_of_the_medium_model_alone():
     ("arguments", "error", "text"),
     [
         ({"gamma": 0}, ValueError, "gamma must be at least 1, got 0"),
-        ({"gamma": 2.0}, TypeError, "gamma must be an int, got float"),
+        ({"gamma": 2.0}, TypeError, "gamma must be an int or a policy, got float"),
         ({"rule": "lenient"}, ValueError, "rule must be 'block' or 'token', got 'lenient'"),
     ],
 )

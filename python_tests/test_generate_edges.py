@@ -67,14 +67,14 @@ def _filtered(logits, top_k=0, top_p=1.0):
     return torch.where(above < top_p, p, 0.0) / torch.where(above < top_p, p, 0.0).sum()
 
 
-def sampled(target, draft, length, **options):
+def sampled(target, draft, length, draws=DRAWS, **options):
     """Counts of the next tokens, ``[V ** length]``."""
-    ids = torch.tensor([PROMPT]).repeat(DRAWS, 1)
+    ids = torch.tensor([PROMPT]).repeat(draws, 1)
     sequences, _ = specdec_ext.generate(
-        target, draft, ids, max_new_tokens=length, seeds=torch.arange(DRAWS) * 7919,
+        target, draft, ids, max_new_tokens=length, seeds=torch.arange(draws) * 7919,
         eos_token_id=(), **options,
     )  # fmt: skip
-    code = torch.zeros(DRAWS, dtype=torch.int64)
+    code = torch.zeros(draws, dtype=torch.int64)
     for token in sequences[:, len(PROMPT) :].unbind(1):
         code = code * target.config.vocab_size + token
     return torch.bincount(code, minlength=target.config.vocab_size**length)

@@ -18,6 +18,7 @@ from specdec_ext.decoding import (
     FixedGamma,
     GradientAscent,
     HeuristicGamma,
+    MovingThreshold,
     RenewalRule,
 )
 from specdec_ext.decoding.calibration import Calibration, RoundTimes
@@ -28,6 +29,8 @@ POLICIES = {
     "heuristic": lambda: HeuristicGamma(1, limit=4),
     "confidence": lambda: ConfidenceStop(4, threshold=0.5),
     "entropy": lambda: EntropyBound(4, threshold=0.5),
+    "moving confidence": lambda: ConfidenceStop(4, MovingThreshold(0.5, epsilon=1.0)),
+    "moving entropy": lambda: EntropyBound(4, MovingThreshold(0.5, alpha=0.5, epsilon=1.0)),
     "gradient": lambda: GradientAscent(c=0.1, gamma=1, limit=4),
     "renewal": lambda: RenewalRule(limit=4, c=0.3, probe=3),
 }
@@ -223,6 +226,74 @@ def test_confidence_and_entropy_by_hand():
     for threshold in (0.5, 0.57, 0.99):
         found = EntropyBound(5, threshold).go_on(torch.tensor([0, 1, 2]), logits)
         assert found.tolist() == (bound >= threshold).tolist()
+
+
+def test_moving_threshold_by_hand():
+    threshold = MovingThreshold()
+    threshold.start(4)
+    rounds = [
+        # drafted, accepted: whole drafts; none; longest drafts; a draft of none
+        ([4, 4, 8, 0], [4, 0, 8, 0]),
+        ([4, 2, 8, 0], [4, 0, 8, 0]),
+        ([4, 4, 8, 5], [4, 1, 8, 5]),
+        ([4, 4, 8, 5], [4, 4, 8, 2]),
+    ]
+    found = []
+    for drafted, accepted in rounds:
+        threshold.commit(drafted, accepted, limit=8)
+        found.append([round(1000 * value, 6) for value in threshold.values])
+    # The rates of whole drafts are 1/2, 3/4, 7/8, 15/16, the last one over 0.9; the second's stay
+    # under it; 0.1 of a step of 0.01 each time. A draft of the largest length lowers nothing.
+    assert found == [[801, 801, 801, 800], [802, 802, 802, 800], [803, 803, 803, 801],
+                     [802, 804, 803, 802]]  # fmt: skip
+    threshold.select([3, 0])
+    threshold.commit([8, 7], [8, 7], limit=8)  # rates (0.45 + 1) / 2 and 31/32
+    assert [round(1000 * value, 6) for value in threshold.values] == [803, 801]
+    threshold.start(1)
+    assert threshold.values == [0.8]
+
+
+def test_moving_threshold_stays_in_range():
+    for goal, bound in ((1.0, 1.0), (0.0, 0.0)):
+        threshold = MovingThreshold(0.5, alpha=goal, beta2=0.0, epsilon=0.3)
+        threshold.start(1)
+        for _ in range(5):
+            threshold.commit([3], [1], limit=4)
+        assert threshold.values == [bound]
+
+
+@pytest.mark.parametrize(
+    ("policy", "row"),
+    [
+        (ConfidenceStop(6, MovingThreshold(0.62, epsilon=1.0)), [0.68, 0.32]),
+        (EntropyBound(6, MovingThreshold(0.62, epsilon=1.0)), [0.68, 0.32]),  # bound 0.646
+    ],
+)
+def test_a_threshold_moves_for_each_request(policy, row):
+    """By 0.1 a round: up for the second request, by which it stops, and down for the first."""
+    rows = torch.tensor([row] * 3).log()
+    tokens = torch.zeros(3, dtype=torch.int64)
+    policy.start(3)
+    assert policy.go_on(tokens, rows).tolist() == [True] * 3
+    policy.threshold._rates = [1.0] * 3  # as if all had been accepted so far
+    policy.commit([2, 2, 0], [2, 0, 0])
+    assert policy.go_on(tokens, rows).tolist() == [True, False, True]
+    policy.select([1, 0])
+    assert policy.go_on(tokens[:2], rows[:2]).tolist() == [False, True]
+    policy.start(1)  # as it was
+    assert policy.go_on(tokens[:1], rows[:1]).tolist() == [True]
+
+
+def test_the_more_acceptance_is_aimed_at_the_shorter_are_the_drafts():
+    """Half of the tokens are accepted half the time: those end a draft, or the longest is made."""
+    found = []
+    for alpha in (0.1, 0.95):
+        threshold = MovingThreshold(0.7, alpha=alpha, beta1=0.9, epsilon=0.1)
+        stream, policy = Stream(0.1, confidences=(0.5, 0.99)), ConfidenceStop(8, threshold)
+        policy.start(1)
+        stream.run(policy, 200)
+        found.append(stream.run(policy, 300)[1])
+    assert found[0] > 7 and found[1] < 3
 
 
 @pytest.mark.parametrize("policy", [ConfidenceStop(3, 1.0), EntropyBound(3, 1.0)])
@@ -442,6 +513,8 @@ def test_an_int_is_a_fixed_policy():
         lambda: HeuristicGamma(9, limit=8),
         lambda: ConfidenceStop(3, threshold=1.5),
         lambda: EntropyBound(3, weight=-1.0),
+        lambda: MovingThreshold(-0.1),
+        lambda: MovingThreshold(beta2=1.5),
         lambda: GradientAscent(c=-0.1),
         lambda: GradientAscent(c=0.1, gamma=0),
         lambda: RenewalRule(0),

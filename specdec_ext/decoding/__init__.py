@@ -20,6 +20,7 @@ from specdec_ext.decoding.policies import (
     RenewalRule,
 )
 from specdec_ext.decoding.stats import Statistics
+from specdec_ext.decoding.thresholds import MovingThreshold
 from specdec_ext.decoding.trees import GrownTree, StaticTree, sequoia_tree
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "HeuristicGamma",
     "HierarchicalDrafter",
     "LookupDrafter",
+    "MovingThreshold",
     "NgramDrafter",
     "NoDrafter",
     "RenewalRule",

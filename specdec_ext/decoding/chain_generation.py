@@ -281,14 +281,21 @@ class ChainGeneration:
         return [self.texts[b] + self.new[b] for b in self.running]
 
     def _process(self, logits: Tensor, drafted: Tensor) -> Tensor:
-        """Run the logits processors on the last ``m`` rows of each request, ``[B, m, V]``."""
+        """Run the logits processors on the target's rows, ``[B, gamma + 1, V]``."""
         if not self.processors:
             return logits
         return process_chain(self.processors, self._prefixes(), drafted.tolist(), logits)
 
-    def _process_draft(self, logits: Tensor, drafted: Tensor) -> Tensor:
-        """Run them on a draft's row, if it is over the target's tokens."""
-        return logits if logits.shape[-1] != self.width else self._process(logits, drafted)
+    def _process_draft(
+        self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """Run them on a drafter's rows, if those are over the target's tokens: see `Process`."""
+        if logits.shape[-1] != self.width:
+            return logits
+        rows = drafted.tolist()
+        if emitted is not None:
+            rows = [[*before, *row] for before, row in zip(emitted, rows, strict=True)]
+        return process_chain(self.processors, self._prefixes(), rows, logits)
 
     def _emitted(self, b: int, row: list[int], accepted: int, status: int) -> list[int]:
         """Return what a round emitted, up to the request's end; without a law, no final token."""

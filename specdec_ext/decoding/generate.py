@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
 from specdec_ext.decoding.drafters import Drafter, as_drafter
-from specdec_ext.decoding.policies import FixedGamma, GammaPolicy
+from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, is_policy
 from specdec_ext.decoding.processors import Processor
 from specdec_ext.decoding.stopping import Criterion, find_stops
 from specdec_ext.decoding.trees import GrownTree, StaticTree
@@ -105,8 +105,9 @@ def generate(
         the new scores, before temperature and filters. Every row is processed after the text that
         would lead to it, draft tokens included and padding left out, so that the law is that of
         plain decoding under the same processors. They must be functions of their arguments: rows
-        are asked for that are then discarded. They are called on the host, row by row. A draft
-        model over as many tokens as the target draws from processed rows, too.
+        are asked for that are then discarded. They are called on the host, row by row. Drafters
+        that have rows over as many tokens as the target (models, n-gram models, uniform tokens,
+        each level of a hierarchy) draw from processed rows, too; drafts that are trees do not.
     eos_token_id : int or iterable of int, optional
         Tokens that end a request (and are kept). None: those of the model's configuration, ``()``:
         none.
@@ -310,8 +311,7 @@ def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
 
 def _policy(gamma: Any) -> GammaPolicy:
     """Return the policy that ``gamma`` is, or the one that always says this number."""
-    if hasattr(gamma, "lengths") and hasattr(gamma, "commit"):
-        policy: GammaPolicy = gamma
-        return policy
+    if is_policy(gamma):
+        return gamma
     arguments.check_count("gamma", gamma)
     return FixedGamma(gamma)

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch import Tensor
 from specdec_ext import theory
 from specdec_ext.decoding.calibration import Calibration, RoundTimes
 from specdec_ext.decoding.drafters import GoOn
+from specdec_ext.decoding.thresholds import MovingThreshold, check_range
 
 __all__ = [
     "ConfidenceStop",
@@ -37,6 +39,7 @@ __all__ = [
     "GradientAscent",
     "HeuristicGamma",
     "RenewalRule",
+    "is_policy",
 ]
 
 
@@ -71,9 +74,9 @@ class GammaPolicy(Protocol):
         """Keep only these requests."""
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value}")
+def is_policy(gamma: object) -> TypeGuard[GammaPolicy]:
+    """Tell whether ``gamma`` is a policy, and no number."""
+    return hasattr(gamma, "lengths") and hasattr(gamma, "commit")
 
 
 # --- fixed lengths, and draft-side stops ------------------------------------------------------
@@ -98,7 +101,7 @@ class FixedGamma:
     go_on: GoOn | None = None
 
     def __init__(self, gamma: int) -> None:
-        _check_range("gamma", gamma, 0, math.inf)
+        check_range("gamma", gamma, 0, math.inf)
         self.limit = gamma
         self._batch = 0
 
@@ -124,7 +127,47 @@ def _confidence(tokens: Tensor, logits: Tensor) -> Tensor:
     return logits.float().softmax(1).gather(1, ids)[:, 0].nan_to_num(nan=0.0)
 
 
-class ConfidenceStop(FixedGamma):
+class _ThresholdStop(FixedGamma, ABC):
+    """Ends a draft behind a token whose row gives too little; `_bound` says what a row gives."""
+
+    def __init__(self, gamma: int, threshold: float | MovingThreshold) -> None:
+        super().__init__(gamma)
+        if not isinstance(threshold, MovingThreshold):
+            check_range("threshold", threshold, 0, 1)
+        self.threshold = threshold
+        self.go_on = self._is_enough
+
+    @abstractmethod
+    def _bound(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Return what each row gives, ``[B]``."""
+
+    def _is_enough(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
+        if logits is None:
+            return torch.ones_like(tokens, dtype=torch.bool)
+        bar = self.threshold
+        if isinstance(bar, MovingThreshold):
+            return self._bound(tokens, logits) >= bar.on(logits.device)
+        return self._bound(tokens, logits) >= bar
+
+    def start(self, batch: int) -> None:
+        """Begin a generation."""
+        super().start(batch)
+        if isinstance(self.threshold, MovingThreshold):
+            self.threshold.start(batch)
+
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Hear what was accepted, by which a `MovingThreshold` moves."""
+        if isinstance(self.threshold, MovingThreshold):
+            self.threshold.commit(drafted, accepted, self.limit)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        super().select(indices)
+        if isinstance(self.threshold, MovingThreshold):
+            self.threshold.select(indices)
+
+
+class ConfidenceStop(_ThresholdStop):
     """Ends a draft behind a token that the draft model itself thought unlikely.
 
     The probability is that of the draft's row at temperature 1 without filters. Tokens that have no
@@ -134,9 +177,9 @@ class ConfidenceStop(FixedGamma):
     ----------
     gamma : int
         Largest length.
-    threshold : float
+    threshold : float or MovingThreshold
         The draft goes on while the last token's probability is at least this. 0.4 is the default of
-        transformers.
+        transformers; one that moves is of "Draft & Verify", see there.
 
     References
     ----------
@@ -151,19 +194,14 @@ class ConfidenceStop(FixedGamma):
     tensor([ True, False])
     """
 
-    def __init__(self, gamma: int = 10, threshold: float = 0.4) -> None:
-        super().__init__(gamma)
-        _check_range("threshold", threshold, 0, 1)
-        self.threshold = threshold
-        self.go_on = self._is_confident
+    def __init__(self, gamma: int = 10, threshold: float | MovingThreshold = 0.4) -> None:
+        super().__init__(gamma, threshold)
 
-    def _is_confident(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
-        if logits is None:
-            return torch.ones_like(tokens, dtype=torch.bool)
-        return _confidence(tokens, logits) >= self.threshold
+    def _bound(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        return _confidence(tokens, logits)
 
 
-class EntropyBound(FixedGamma):
+class EntropyBound(_ThresholdStop):
     """Ends a draft behind a token whose row was too flat for it to be accepted surely enough.
 
     With H the row's entropy in nats at temperature 1 without filters, 1 - sqrt(weight H) stands in
@@ -174,8 +212,8 @@ class EntropyBound(FixedGamma):
     ----------
     gamma : int
         Largest length.
-    threshold : float
-        The draft goes on while the bound is at least this.
+    threshold : float or MovingThreshold
+        The draft goes on while the bound is at least this. (The paper moves it.)
     weight : float
         Share of the entropy; 0.2 in the paper.
 
@@ -193,19 +231,17 @@ class EntropyBound(FixedGamma):
     tensor([ True, False])
     """
 
-    def __init__(self, gamma: int = 10, threshold: float = 0.4, weight: float = 0.2) -> None:
-        super().__init__(gamma)
-        _check_range("threshold", threshold, 0, 1)
-        _check_range("weight", weight, 0, math.inf)
-        self.threshold, self.weight = threshold, weight
-        self.go_on = self._is_sharp
+    def __init__(
+        self, gamma: int = 10, threshold: float | MovingThreshold = 0.4, weight: float = 0.2
+    ) -> None:
+        super().__init__(gamma, threshold)
+        check_range("weight", weight, 0, math.inf)
+        self.weight = weight
 
-    def _is_sharp(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
-        if logits is None:
-            return torch.ones_like(tokens, dtype=torch.bool)
+    def _bound(self, tokens: Tensor, logits: Tensor) -> Tensor:
         entropy = torch.special.entr(logits.float().softmax(-1)).sum(-1)
         bound: Tensor = 1 - (self.weight * entropy).sqrt()
-        return bound >= self.threshold
+        return bound
 
 
 # --- lengths that follow what was accepted ----------------------------------------------------
@@ -237,7 +273,7 @@ class HeuristicGamma:
     go_on: GoOn | None = None
 
     def __init__(self, gamma: int = 5, limit: int = 20) -> None:
-        _check_range("gamma", gamma, 1, limit)
+        check_range("gamma", gamma, 1, limit)
         self.gamma, self.limit = gamma, limit
         self._lengths: list[int] = []
 
@@ -300,8 +336,8 @@ class GradientAscent:
     def __init__(
         self, c: float, gamma: int = 5, limit: int = 20, *, rate: float = 2.0, steps: int = 10
     ) -> None:
-        _check_range("c", c, 0, math.inf)
-        _check_range("gamma", gamma, 1, limit)
+        check_range("c", c, 0, math.inf)
+        check_range("gamma", gamma, 1, limit)
         self.c, self.gamma, self.limit = c, gamma, limit
         self.rate, self.steps = rate, steps
         self._accepted: list[int] = []
@@ -318,8 +354,10 @@ class GradientAscent:
         return [round(gamma) for gamma in self._gammas]
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count, and climb a few steps."""
+        """Count, and climb a few steps; a request that drafted nothing stays."""
         for b, (offered, taken) in enumerate(zip(drafted, accepted, strict=True)):
+            if not offered:
+                continue
             self._accepted[b] += taken
             self._tested[b] += min(taken + 1, offered)
             alpha = (self._accepted[b] + 1) / (self._tested[b] + 2)
@@ -407,10 +445,10 @@ class RenewalRule:
         memory: int = 32,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        _check_range("limit", limit, 1, math.inf)
-        _check_range("c", c, 0, math.inf)
-        _check_range("probe", probe, 3, math.inf)
-        _check_range("memory", memory, 2, math.inf)
+        check_range("limit", limit, 1, math.inf)
+        check_range("c", c, 0, math.inf)
+        check_range("probe", probe, 3, math.inf)
+        check_range("memory", memory, 2, math.inf)
         self.limit, self.probe = limit, probe
         self.times, self.table = RoundTimes(c), Calibration()
         self._keep, self._clock = 1 - 1 / memory, clock

@@ -37,8 +37,8 @@ def process_chain(
     texts : sequence of sequence of int
         Each request's tokens so far, prompt included, without padding.
     drafted : sequence of sequence of int
-        ``[B][G]``; the draft ends at a token that is none of the V, which cannot be accepted; rows
-        behind it stay as they are.
+        ``[B][G]``, G of any size for each request; the draft ends at a token that is none of the V,
+        which cannot be accepted; rows behind it stay as they are.
     logits : Tensor
         ``[B, m, V]``, rows of the last m of the G + 1 slots: slot i follows i draft tokens.
 

@@ -16,17 +16,43 @@ __all__ = [
     "Drafter",
     "GoOn",
     "NoDrafter",
+    "Process",
     "Requests",
     "RevisableDrafter",
     "as_drafter",
     "begun_or",
     "last_tokens",
+    "only",
 ]
 
 #: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
 #: tokens just proposed and the rows they were drawn from, returns ``[B]`` bool, which requests
 #: propose another. It must see nothing of a token that is then dropped, or the law is lost.
 GoOn = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Process(Protocol):
+    """Runs the caller's logits processors on rows that a drafter is to draw from."""
+
+    def __call__(
+        self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """Return the processed rows; rows over other tokens than the target's, as they are.
+
+        Parameters
+        ----------
+        logits : Tensor
+            ``[B, m, Vd]``, the rows after the last m of the i + 1 prefixes of ``drafted``.
+        drafted : Tensor
+            ``[B, i]``, what is drafted so far, behind what the target has.
+        emitted : sequence of sequence of int, optional
+            What a level of a hierarchy has emitted in between, of each request.
+
+        Returns
+        -------
+        Tensor
+            ``[B, m, Vd]`` float32. The host waits for the device.
+        """
 
 
 @dataclass(frozen=True)
@@ -59,10 +85,10 @@ class Requests:
         hierarchy gives each level one of its own.
     static_cache : bool
         Whether caches keep one size, as compiled models want it.
-    process : callable or None
-        ``process(logits [B, 1, Vd], drafted [B, i]) -> [B, 1, Vd]`` runs the caller's logits
-        processors on the rows after i draft tokens. A drafter need not: the law that it passes on
-        is the one it drew from, either way.
+    process : Process or None
+        Runs the caller's logits processors on rows over the target's tokens, see `Process`; None if
+        there are none. A drafter need not use it: the law that it passes on is the one it drew
+        from, either way.
     """
 
     input_ids: Tensor
@@ -76,7 +102,7 @@ class Requests:
     coupled: bool = False
     stream: int = 0
     static_cache: bool = False
-    process: Callable[[Tensor, Tensor], Tensor] | None = None
+    process: Process | None = None
 
     @property
     def domain(self) -> int:
@@ -122,6 +148,26 @@ class Requests:
             stream=self.stream,
             **self.filters,
         ).tokens
+
+    def processed(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+        """Run the caller's logits processors, if any, on the rows that come next.
+
+        Parameters
+        ----------
+        logits : Tensor
+            ``[B, Vd]``.
+        tokens : sequence of Tensor
+            ``[B]`` each, what is drafted so far in this round.
+
+        Returns
+        -------
+        Tensor
+            ``[B, Vd]``.
+        """
+        if self.process is None:
+            return logits
+        drafted = torch.stack(list(tokens), 1) if tokens else self.ends.new_empty(len(logits), 0)
+        return self.process(logits[:, None], drafted)[:, 0]
 
     def select(self, rows: Tensor) -> Requests:
         """Keep only these requests."""
@@ -276,3 +322,8 @@ def begun_or(drawn: Tensor, begun: Tensor | None, i: int) -> Tensor:
     if begun is None or i >= begun.shape[1]:
         return drawn
     return torch.where(begun[:, i] >= 0, begun[:, i], drawn)
+
+
+def only(rows: Tensor, go_on: GoOn) -> GoOn:
+    """Ask ``go_on`` for the requests ``rows`` ``[B]`` alone; the others stop."""
+    return lambda tokens, logits: go_on(torch.where(rows, tokens, -1), logits) & rows

@@ -18,8 +18,12 @@ from specdec_ext.decoding.drafters import (
     RevisableDrafter,
     as_drafter,
     last_tokens,
+    only,
 )
 from specdec_ext.decoding.drafters.model import ModelDrafter
+from specdec_ext.decoding.drafters.proposals import Proposals
+from specdec_ext.decoding.drafters.restarted import Restarted
+from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, is_policy
 
 __all__ = ["HierarchicalDrafter"]
 
@@ -48,9 +52,25 @@ class HierarchicalDrafter(ModelDrafter):
     rejected round drew must not come again, and where the next round begins is no key for it.
 
     What a draft begins with does not depend on how many tokens are asked for, nor on the other
-    requests of the batch. The drafter may be of any kind. A `RevisableDrafter`, as models and
-    hierarchies are, is rolled back; any other one is started again on the text after every round of
-    the target. The host waits for the device once a round of the medium model.
+    requests of the batch. The drafter may be of any kind. A `RevisableDrafter`, as all that
+    propose something here are, is rolled back; any other one is started again on the text after
+    every round of the target. The host waits for the device once a round of the medium model, and
+    where the drafter has it wait.
+
+    The caller's logits processors bind the rows of every level whose vocabulary is the target's,
+    each row behind what the target has, what the levels above it have emitted in this call, and
+    what is drafted. That is one wait more for the medium model's rows, and one for each row that
+    is drafted from.
+
+    A policy may say how many tokens the drafter proposes to the medium model. Its rounds are those
+    of the medium model in which the drafter is asked (with ``refill``, the first of each call). It
+    hears how many tokens the medium model accepted, whatever the target takes of them. A request
+    that has its tokens while others of the batch go on drafts nothing: the policy hears 0 of 0,
+    and `go_on` sees -1. Stops are asked about tokens that all stay in the draft that the medium
+    model verifies, as `policies` wants it; so the medium model's law is kept. Where the level above
+    asks its requests for different numbers of tokens, or ends their drafts early, a policy that
+    learns hears of rounds that only batch mates had use for; what a request emits then depends on
+    them, if not in law.
 
     After Algorithm 3 of the follow-up report among the project's sources, in which the medium
     model verifies once and then fills the draft up token by token (``refill``). Printed there, the
@@ -63,8 +83,9 @@ class HierarchicalDrafter(ModelDrafter):
         The medium model: a causal language model called as Hugging Face models are.
     draft : torch.nn.Module or Drafter
         A smaller model over the same tokens, or any drafter, another hierarchy included.
-    gamma : int
-        Draft tokens in a round of the medium model, at least 1.
+    gamma : int or GammaPolicy
+        Draft tokens in a round of the medium model, at least 1, or the policy that chooses them for
+        each request and round: one of its own, which no other level nor `generate` uses.
     rule : {"block", "token"}
         The medium model's rule where tokens are drawn. (It is "coupled" where the target's is.)
     refill : bool
@@ -82,29 +103,26 @@ class HierarchicalDrafter(ModelDrafter):
         self,
         model: Any,
         draft: Any | Drafter,
-        gamma: int = 4,
+        gamma: int | GammaPolicy = 4,
         *,
         rule: str = "block",
         refill: bool = False,
     ) -> None:
-        if isinstance(gamma, bool) or not isinstance(gamma, int):
-            raise TypeError(f"hierarchy: gamma must be an int, got {type(gamma).__name__}")
-        if gamma < 1:
-            raise ValueError(f"hierarchy: gamma must be at least 1, got {gamma}")
+        policy = _policy(gamma)
         if rule not in ("block", "token"):  # others have no law that could be passed on
             raise ValueError(f"hierarchy: rule must be 'block' or 'token', got {rule!r}")
         super().__init__(model)
         drafter: Any = as_drafter(draft)
-        self.draft: RevisableDrafter | _Restarted
+        self.draft: RevisableDrafter | Restarted
         revisable = hasattr(drafter, "revise") and hasattr(drafter, "hear")
-        self.draft = drafter if revisable else _Restarted(drafter)
-        self.gamma = gamma
+        self.draft = drafter if revisable else Restarted(drafter)
+        self.policy = policy
         self.rule = rule
         self.refill = refill
         self._level: Requests  # as this level's verification and drafter have it
         self._ends: list[int]
         self._text: Tensor  # [B, n], what the target has, left-padded with -1
-        self._found: _Proposals
+        self._found: Proposals
 
     @property
     def calls(self) -> int:
@@ -122,14 +140,15 @@ class HierarchicalDrafter(ModelDrafter):
         self._level = replace(
             requests,
             needs_law=not (requests.greedy or requests.coupled),
-            process=None,  # it knows what the target has, not what this level proposes
+            process=None if requests.process is None else self._process,
             stream=requests.stream if requests.coupled else requests.stream + 1,
         )
         self.draft.start(self._level)
         ids, mask = requests.input_ids, requests.attention_mask
         self._text = ids if mask is None else ids.masked_fill(mask == 0, -1)
         self._ends = requests.ends.tolist()
-        self._found = _Proposals([0] * len(self._ends), ids.device)
+        self._found = Proposals([0] * len(self._ends), ids.device)
+        self.policy.start(len(self._ends))
 
     def propose(  # type: ignore[override]  # it cannot go on behind others' tokens
         self, gamma: int, positions: Tensor, go_on: GoOn | None = None
@@ -139,7 +158,7 @@ class HierarchicalDrafter(ModelDrafter):
         gamma = min(gamma, MOST_ROUNDS)
         wanted = [min(gamma, room) for room in self._room()]
         keep_rows = self._requests.needs_law or go_on is not None
-        self._found = found = _Proposals(wanted, positions.device, keep_rows)
+        self._found = found = Proposals(wanted, positions.device, keep_rows)
         rounds = 0
         while not found.complete:
             self._round(rounds, positions, found)
@@ -163,24 +182,53 @@ class HierarchicalDrafter(ModelDrafter):
         """Return how many draft tokens each request may take, if a final token is to follow."""
         return [max(end - n - 1, 0) for end, n in zip(self._ends, self._lengths(), strict=True)]
 
-    def _round(self, number: int, positions: Tensor, found: _Proposals) -> None:
+    def _process(
+        self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """Process rows behind what the target has, what this call has emitted, and a draft."""
+        assert self._requests.process is not None, "of a level that has processors"
+        texts = self._found.emitted
+        if emitted is not None:  # by the level below
+            texts = [[*mine, *more] for mine, more in zip(texts, emitted, strict=True)]
+        return self._requests.process(logits, drafted, texts)
+
+    def _round(self, number: int, positions: Tensor, found: Proposals) -> None:
         """Have the drafter propose; take what the medium model makes of it."""
         assert self._cached is not None, "start() comes first"
         positions = self._keys(positions, number, found)
-        lengths = [min(self.gamma, room) for room in self._room()]
-        asked = max(n for n, more in zip(lengths, found.unfinished, strict=True) if more)
-        draft = self.draft.propose(0 if self.refill and number else asked, positions)
+        asked = not (self.refill and number)
+        lengths = self._draft_lengths(found) if asked else [0] * len(found.wanted)
+        draft = self._draft(lengths, positions)
         gamma = draft.tokens.shape[1]
         feed = torch.cat([self._missing, draft.tokens], 1)
         logits = self._cached.forward(feed, last_only=gamma == 0)[:, -1 - gamma :]
+        if self._level.process is not None:
+            logits = self._level.process(logits, draft.tokens)
         tokens, num_accepted = self._verify(logits, draft, lengths, positions)
-        accepted = num_accepted.tolist()
+        drafted = (draft.tokens >= 0).long().cumprod(1).sum(1)
+        rows = torch.cat([tokens, num_accepted[:, None], drafted[:, None]], 1).tolist()
+        accepted = [row[-2] for row in rows]
+        if asked:
+            drafts = zip(rows, lengths, strict=True)
+            self.policy.commit([min(row[-1], length) for row, length in drafts], accepted)
         self._cached.rollback([gamma - n for n in accepted], gamma - num_accepted)
         self.draft.commit(tokens, accepted, num_accepted)
         self._missing = last_tokens(tokens, accepted, num_accepted, 1)
-        found.add(tokens, logits, accepted, num_accepted)
+        found.add(tokens, logits, [row[: n + 1] for row, n in zip(rows, accepted, strict=True)])
 
-    def _keys(self, positions: Tensor, number: int, found: _Proposals) -> Tensor:
+    def _draft_lengths(self, found: Proposals) -> list[int]:
+        """Return how many tokens each request may draft; none where it has its tokens."""
+        allowed = zip(self.policy.lengths(), self._room(), found.unfinished, strict=True)
+        return [min(length, room) if more else 0 for length, room, more in allowed]
+
+    def _draft(self, lengths: list[int], positions: Tensor) -> Draft:
+        """Have the drafter propose so many tokens."""
+        go_on = self.policy.go_on
+        if go_on is not None and min(lengths) == 0:
+            go_on = only(torch.tensor(lengths, device=positions.device) > 0, go_on)
+        return self.draft.propose(max(lengths), positions, go_on)
+
+    def _keys(self, positions: Tensor, number: int, found: Proposals) -> Tensor:
         """Return the positions that a round draws at: no round of any call has the same."""
         if self._level.coupled:  # races are keyed by where a token stands
             return positions + found.heard_tensor
@@ -222,7 +270,7 @@ class HierarchicalDrafter(ModelDrafter):
         """Note, on every level, tokens that others' rounds added."""
         self._text = self._longer(self._lengths(), tokens, gained, num_gained)
         super().hear(tokens, gained, num_gained)
-        if isinstance(self.draft, _Restarted):
+        if isinstance(self.draft, Restarted):
             self.draft.restart(self._text)
         else:
             self.draft.hear(tokens, gained, num_gained)
@@ -249,135 +297,19 @@ class HierarchicalDrafter(ModelDrafter):
         """Keep only these requests, on every level."""
         super().select(rows, indices)
         self.draft.select(rows, indices)
+        self.policy.select(indices)
         self._level = self._level.select(rows)
         self._ends = [self._ends[i] for i in indices]
         self._text = self._text[rows]
         self._found.select(rows, indices)
 
 
-class _Proposals:
-    """What one call of `propose` gathers; the requests of a batch fill up at their own pace.
-
-    Parameters
-    ----------
-    wanted : list of int
-        Tokens that each request is to propose; fewer where it is told to stop.
-    device : torch.device
-        Where the tokens are.
-    keep_rows : bool
-        Whether the rows that tokens were drawn from are asked for.
-    """
-
-    def __init__(self, wanted: list[int], device: torch.device, keep_rows: bool = False) -> None:
-        self.wanted = wanted
-        self.keep_rows = keep_rows
-        self.heard = [0] * len(wanted)  # tokens that the medium model emitted, cut off or not
-        self.heard_tensor = torch.zeros(len(wanted), dtype=torch.int64, device=device)
-        self.tokens = self.heard_tensor.new_full((len(wanted), max(wanted)), -1)
-        self.rows: Tensor | None = None  # [B, G, V], the law of each token, if it is kept
-        self._asked = 0  # tokens of each request that go_on has seen
-
-    @property
-    def unfinished(self) -> list[bool]:
-        """Which requests lack tokens."""
-        return [n < wanted for n, wanted in zip(self.heard, self.wanted, strict=True)]
-
-    @property
-    def complete(self) -> bool:
-        """Whether every request has its tokens."""
-        return not any(self.unfinished)
-
-    def add(
-        self, tokens: Tensor, logits: Tensor, accepted: list[int], num_accepted: Tensor
-    ) -> None:
-        """Add a burst, ``[B, n]`` tokens drawn from ``[B, n, V]``; cut what is too much."""
-        if self.keep_rows and self.rows is None:
-            self.rows = logits.new_zeros(*self.tokens.shape, logits.shape[2])
-        places = [
-            (b, self.heard[b] + i, i)
-            for b, n in enumerate(accepted)
-            for i in range(min(n + 1, self.wanted[b] - self.heard[b]))
-        ]
-        b, to, i = torch.tensor(places, device=tokens.device).T
-        self.tokens[b, to] = tokens[b, i]
-        if self.rows is not None:
-            self.rows[b, to] = logits[b, i]
-        self.heard = [n + more + 1 for n, more in zip(self.heard, accepted, strict=True)]
-        self.heard_tensor = self.heard_tensor + num_accepted + 1
-
-    def ask(self, go_on: GoOn) -> None:
-        """Ask about each token but the last, when every request that has it to propose has it."""
-        assert self.rows is not None, "add() comes first"
-        while self._asked < max(self.wanted) - 1 and self._has(self._asked):
-            seen = self._asked + 1
-            more = go_on(self.tokens[:, self._asked], self.rows[:, self._asked])
-            self.tokens[:, seen:].masked_fill_(~more[:, None], -1)
-            self.wanted = [
-                n if goes else min(n, seen)
-                for n, goes in zip(self.wanted, more.tolist(), strict=True)
-            ]
-            self._asked = seen
-
-    def _has(self, i: int) -> bool:
-        """Tell whether token ``i`` is there, of each request that is to propose it."""
-        return all(n > i or wanted <= i for n, wanted in zip(self.heard, self.wanted, strict=True))
-
-    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
-        """Keep the counts of these requests."""
-        self.heard = [self.heard[i] for i in indices]
-        self.heard_tensor = self.heard_tensor[rows]
-
-
-class _Restarted:
-    """A drafter that cannot take tokens back: it is started again on what the text is then.
-
-    Parameters
-    ----------
-    draft : Drafter
-        Any.
-    """
-
-    def __init__(self, draft: Drafter) -> None:
-        self.draft = draft
-        self._calls = 0  # before it was started again
-        self._requests: Requests
-
-    @property
-    def calls(self) -> int:
-        """Model calls so far, prefill excluded."""
-        return self._calls + self.draft.calls
-
-    def start(self, requests: Requests) -> None:
-        """Take the prompts."""
-        self._requests = requests
-        self.draft.start(requests)
-
-    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
-        """Propose up to ``gamma`` tokens."""
-        return self.draft.propose(gamma, positions, go_on)
-
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
-        """Hear what was emitted."""
-        self.draft.commit(tokens, accepted, num_accepted)
-
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
-        """Take tokens back that commits emitted, and take one in their place."""
-        self.restart(text)
-
-    def restart(self, text: Tensor) -> None:
-        """Start again on ``text`` ``[B, n]``, left-padded with -1."""
-        calls = self.draft.calls
-        known = text >= 0
-        self.draft.start(
-            replace(
-                self._requests,
-                input_ids=text.clamp(min=0),
-                attention_mask=None if bool(known.all()) else known.long(),
-            )
-        )
-        self._calls += calls - self.draft.calls
-
-    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
-        """Keep only these requests."""
-        self._requests = self._requests.select(rows)
-        self.draft.select(rows, indices)
+def _policy(gamma: int | GammaPolicy) -> GammaPolicy:
+    """Return the policy that ``gamma`` is, or the one that always says this number."""
+    if is_policy(gamma):
+        return gamma
+    if isinstance(gamma, bool) or not isinstance(gamma, int):
+        raise TypeError(f"hierarchy: gamma must be an int or a policy, got {type(gamma).__name__}")
+    if gamma < 1:
+        raise ValueError(f"hierarchy: gamma must be at least 1, got {gamma}")
+    return FixedGamma(gamma)

@@ -26,7 +26,7 @@ class _Heard(NamedTuple):
 
 
 class ModelDrafter:
-    """Draws draft tokens from a causal model under the target's own filters.
+    """Draws draft tokens from a causal model under the target's own filters and processors.
 
     The last draft token of a round is never run here: nothing would read its logits. So after full
     acceptance the model lacks two tokens, else one, and the next round's first call takes in

@@ -82,9 +82,11 @@ class NgramDrafter(TextDrafter[_Reader]):
     down to P_0 = 1 / vocab_size. A request learns from its own text alone: what it emits does not
     depend on the batch. Draft tokens are counted once they are emitted, never before.
 
-    Verification reads the rows that the tokens were drawn from, log P under the request's filters;
-    what is emitted is distributed as the target's own under every lossless rule. So it is with
-    ``sampled=False``, where the likeliest token is put, and taken as a point mass.
+    Verification reads the rows that the tokens were drawn from, log P under the caller's logits
+    processors and the request's filters; what is emitted is distributed as the target's own under
+    every lossless rule. So it is with ``sampled=False``, where the likeliest token of such a row is
+    put, and taken as a point mass. The host waits for the device once a draft token, twice where
+    there are processors.
 
     Parameters
     ----------
@@ -182,7 +184,7 @@ class NgramDrafter(TextDrafter[_Reader]):
         laws: list[Tensor] = []
         for i in range(gamma):
             rows = [reader.law(text) for reader, text in zip(self._readers, texts, strict=True)]
-            laws.append(torch.stack(rows).log().float())
+            laws.append(self._requests.processed(torch.stack(rows).log().float(), tokens))
             tokens.append(begun_or(self._draw(laws[-1], positions, i), begun, i))
             for text, token in zip(texts, tokens[-1].tolist(), strict=True):
                 text.append(token)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.drafters import Draft, Drafter, GoOn, Requests, as_drafter
+from specdec_ext.decoding.drafters import Draft, Drafter, GoOn, Requests, as_drafter, only
+from specdec_ext.decoding.drafters.restarted import Restarted
 
 __all__ = ["StackableDrafter", "StackedDrafter"]
 
@@ -52,6 +53,9 @@ class StackedDrafter:
     what it is (``Draft.kinds``); which drafter a request gets depends on whether there is a
     proposal, never on a drawn token, so what is emitted is distributed as the target's own under
     every lossless rule. The host waits for the device once for every drafter that is asked.
+
+    In a hierarchy each drafter takes tokens back by its own `RevisableDrafter.revise`: a model's
+    cache is rolled back, not filled again. One that has none is started again on the text.
 
     Parameters
     ----------
@@ -98,6 +102,10 @@ class StackedDrafter:
                 f"StackedDrafter: {type(last).__name__} cannot go on behind others' tokens: its "
                 "propose() takes no begun"
             )
+        self.drafters = [
+            drafter if hasattr(drafter, "revise") else Restarted(drafter)
+            for drafter in self.drafters
+        ]
         self.continued = continued
         self._shares: dict[int, _Share] = {}  # of the drafters that were asked in this round
 
@@ -118,7 +126,8 @@ class StackedDrafter:
         without = torch.ones_like(positions, dtype=torch.bool)
         ahead = len(self.drafters) - self.continued
         for k, drafter in enumerate(self.drafters[:ahead]):
-            draft = drafter.propose(gamma, positions, _only(without, go_on))
+            asked = None if go_on is None else only(without, go_on)
+            draft = drafter.propose(gamma, positions, asked)
             proposed = (draft.tokens >= 0).long().cumprod(1).sum(1)
             num_used = torch.where(without, proposed, 0)
             self._shares[k] = _Share(draft, num_used.tolist(), num_used)
@@ -186,18 +195,16 @@ class StackedDrafter:
         for drafter in self.drafters:
             drafter.hear(tokens, gained, num_gained)
 
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Have each drafter take tokens back, and take one in their place."""
+        for drafter in self.drafters:
+            drafter.revise(text, drop, drop_tensor)
+
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         self._shares = {k: share.select(rows, indices) for k, share in self._shares.items()}
         for drafter in self.drafters:
             drafter.select(rows, indices)
-
-
-def _only(rows: Tensor, go_on: GoOn | None) -> GoOn | None:
-    """Ask ``go_on`` for these requests alone; the others stop."""
-    if go_on is None:
-        return None
-    return lambda tokens, logits: go_on(torch.where(rows, tokens, -1), logits) & rows
 
 
 def _is_full(tokens: Tensor, gamma: int) -> bool:

@@ -27,8 +27,9 @@ R = TypeVar("R", bound=Reader)
 class TextDrafter(ABC, Generic[R]):
     """Base of these drafters: one reader a request, which hears all tokens that verification emits.
 
-    Nothing is proposed into the text, so nothing is ever rolled back. The tokens that a round
-    emitted are copied to the host, once a round.
+    Nothing is proposed into the text, so nothing is rolled back but in a hierarchy, where a request
+    that loses tokens has its text read anew. The tokens that a round emitted are copied to the
+    host, once a round.
     """
 
     calls = 0
@@ -36,6 +37,9 @@ class TextDrafter(ABC, Generic[R]):
     def __init__(self) -> None:
         self._requests: Requests
         self._readers: list[R]
+        self._numbers: list[int]  # which request each is, as they were at the start
+        self._prompts: list[list[int]]
+        self._emitted: list[list[int]]
 
     @abstractmethod
     def _reader(self, request: int, prompt: list[int]) -> R:
@@ -44,7 +48,10 @@ class TextDrafter(ABC, Generic[R]):
     def start(self, requests: Requests) -> None:
         """Take the prompts."""
         self._requests = requests
-        self._readers = [self._reader(b, text) for b, text in enumerate(requests.texts())]
+        self._prompts = requests.texts()
+        self._numbers = list(range(len(self._prompts)))
+        self._emitted = [[] for _ in self._prompts]
+        self._readers = [self._reader(b, text) for b, text in enumerate(self._prompts)]
 
     def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
         """Read what verification emitted."""
@@ -52,13 +59,28 @@ class TextDrafter(ABC, Generic[R]):
 
     def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
         """Read the first ``gained[b]`` of ``tokens`` ``[B, n]``, whoever proposed them."""
-        for reader, row, n in zip(self._readers, tokens.tolist(), gained, strict=True):
+        rows = zip(self._readers, self._emitted, tokens.tolist(), gained, strict=True)
+        for reader, emitted, row, n in rows:
+            emitted += row[:n]
             reader.append(row[:n])
+
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Forget the last ``drop[b]`` tokens, and read the one that ends ``text`` ``[B, n]``."""
+        for b, (token, n) in enumerate(zip(text[:, -1].tolist(), drop, strict=True)):
+            emitted = self._emitted[b]
+            del emitted[len(emitted) - n :]
+            emitted.append(token)
+            if n:
+                self._readers[b] = self._reader(self._numbers[b], self._prompts[b])
+            self._readers[b].append(emitted if n else [token])
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         self._requests = self._requests.select(rows)
         self._readers = [self._readers[i] for i in indices]
+        self._numbers = [self._numbers[i] for i in indices]
+        self._prompts = [self._prompts[i] for i in indices]
+        self._emitted = [self._emitted[i] for i in indices]
 
 
 def put(tokens: list[list[int]], positions: Tensor) -> Draft:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.arguments import GREEDY_BELOW
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests
 
 __all__ = ["UniformDrafter"]
@@ -18,8 +19,10 @@ class UniformDrafter:
 
     Any target accepts some of them (Leviathan et al., arXiv 2211.17192, section 3.6): a baseline,
     and a hard test of a verifier. The rows passed on are constant, which no filter changes: all
-    entries tie. At temperature 0 the tokens are drawn as well; no law is read there. Tokens cost
-    next to nothing, so ``go_on`` is not asked.
+    entries tie. The caller's logits processors make them what they make of constant rows: what is
+    masked is not drawn, the filters bind the rest, and the host waits for the device once a draft
+    token. At temperature 0 the tokens are drawn as well, at temperature 1; no law is read there.
+    Tokens cost next to nothing, so ``go_on`` is not asked.
 
     Parameters
     ----------
@@ -56,22 +59,37 @@ class UniformDrafter:
         seeds = requests.seeds
         if seeds is None:  # greedy verification needs none, and this does
             seeds = torch.zeros_like(requests.ends)
-        self._requests = replace(requests, seeds=seeds, filters={}, greedy=False)
+        filters = dict(requests.filters)
+        if "temperature" in filters:
+            given = filters["temperature"]
+            filters["temperature"] = given.masked_fill(given < GREEDY_BELOW, 1.0)
+        self._requests = replace(requests, seeds=seeds, filters=filters, greedy=False)
 
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Draw ``gamma`` tokens."""
         batch = positions.shape[0]
-        rows = torch.zeros(self.vocab_size, device=positions.device).expand(batch, gamma, -1)
-        tokens = [self._requests.draw(rows[:, i], positions, i) for i in range(gamma)]
+        constant = torch.zeros(self.vocab_size, device=positions.device).expand(batch, -1)
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        for i in range(gamma):
+            laws.append(self._requests.processed(constant, tokens))
+            tokens.append(self._requests.draw(laws[-1], positions, i))
         if not tokens:
             return Draft(positions.new_empty(batch, 0))
-        return Draft(torch.stack(tokens, 1), rows if self._requests.needs_law else None)
+        if not self._requests.needs_law:
+            return Draft(torch.stack(tokens, 1))
+        if self._requests.process is None:  # a view, whatever the vocabulary
+            return Draft(torch.stack(tokens, 1), constant[:, None].expand(-1, gamma, -1))
+        return Draft(torch.stack(tokens, 1), torch.stack(laws, 1))
 
     def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
         """Hear what was emitted: nothing is learnt from it."""
 
     def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
         """Hear what other drafters' rounds added: nothing is learnt from it."""
+
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Take tokens back: nothing was learnt from them."""
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""

@@ -1,0 +1,76 @@
+"""A drafter that cannot take tokens back, in a hierarchy or in a stack there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from specdec_ext.decoding.drafters import Draft, GoOn, Requests
+
+__all__ = ["Restarted"]
+
+
+class Restarted:
+    """A drafter that cannot take tokens back: it is started again on what the text is then.
+
+    Parameters
+    ----------
+    draft : Drafter
+        Any.
+    """
+
+    def __init__(self, draft: Any) -> None:
+        self.draft = draft
+        self._calls = 0  # before it was started again
+        self._requests: Requests
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, prefill excluded."""
+        calls: int = self._calls + self.draft.calls
+        return calls
+
+    def start(self, requests: Requests) -> None:
+        """Take the prompts."""
+        self._requests = requests
+        self.draft.start(requests)
+
+    def propose(
+        self, gamma: int, positions: Tensor, go_on: GoOn | None = None, **begun: Tensor
+    ) -> Draft:
+        """Propose up to ``gamma`` tokens, behind those of ``begun`` if it can."""
+        draft: Draft = self.draft.propose(gamma, positions, go_on, **begun)
+        return draft
+
+    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+        """Hear what was emitted."""
+        self.draft.commit(tokens, accepted, num_accepted)
+
+    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+        """Hear tokens that it did not propose, if it can stand in a stack."""
+        self.draft.hear(tokens, gained, num_gained)
+
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Take tokens back that commits emitted, and take one in their place."""
+        self.restart(text)
+
+    def restart(self, text: Tensor) -> None:
+        """Start again on ``text`` ``[B, n]``, left-padded with -1."""
+        calls = self.draft.calls
+        known = text >= 0
+        self.draft.start(
+            replace(
+                self._requests,
+                input_ids=text.clamp(min=0),
+                attention_mask=None if bool(known.all()) else known.long(),
+            )
+        )
+        self._calls += calls - self.draft.calls
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        self._requests = self._requests.select(rows)
+        self.draft.select(rows, indices)
