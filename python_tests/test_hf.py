@@ -61,6 +61,43 @@ def test_left_padding_and_several_sequences():
     assert several.shape[0] == 6 and (several[0] != several[1]).any()
 
 
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("option", ["min_new_tokens", "begin_suppress_tokens", "min_length"])
+def test_processors_that_count_from_the_end_of_padded_prompts(option, shared, tree):
+    """As `generate` does: the limit is the batch's, not that of each text without its padding."""
+    target, draft = models()
+    ids, mask = (torch.nn.functional.pad(t, (shared, 0)) for t in prompts([6, 3, 5]))
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    plain = target.generate(ids, **options)[:, ids.shape[1] :]
+    options["eos_token_id"] = plain[1, 2].item()
+    value = {
+        "min_new_tokens": 4, "min_length": 10 + shared, "begin_suppress_tokens": [plain[1, 0]],
+    }[option]  # fmt: skip
+    without = target.generate(ids, **options)
+    expected = target.generate(ids, **options, **{option: value})
+    assert expected.tolist() != without.tolist()
+    found = target.generate(ids, **options, **{option: value}, **OURS, draft_model=draft, tree=tree)
+    assert found.tolist() == expected.tolist()
+
+
+def test_criteria_see_the_padding():
+    target, draft = models()
+    ids, mask = prompts([6, 3, 5])
+    asked = []
+
+    def criterion(ids, scores):
+        asked.append(ids[0].tolist())
+        return torch.tensor([ids.shape[1] >= 10])
+
+    found = target.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **OURS, draft_model=draft,
+        stopping_criteria=StoppingCriteriaList([criterion]),
+    )  # fmt: skip
+    assert found.shape == (3, 10) and max(map(len, asked)) == 10
+    assert [0, 0, 0, *ids[1, 3:].tolist()] in [text[:6] for text in asked]
+
+
 def law_after(target, ids, **filters):
     """The law of the next token under temperature 0.8, top-k 12, top-p 0.9."""
     with torch.no_grad():

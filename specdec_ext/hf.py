@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.utils.generic import ModelOutput
 
 from specdec_ext import ops
-from specdec_ext.decoding import Burst, Statistics, generate
+from specdec_ext.decoding import Burst, GammaPolicy, Statistics, generate
 from specdec_ext.decoding.trees import GrownTree, StaticTree
 
 __all__ = ["SpeculativeOutput", "assisted_generation", "generate_fn"]
@@ -66,7 +66,7 @@ def generate_fn(
     generation_config: Any = None,
     *,
     draft_model: Any = None,
-    gamma: int = 5,
+    gamma: int | GammaPolicy = 5,
     rule: str | None = None,
     tree: StaticTree | GrownTree | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
@@ -85,8 +85,8 @@ def generate_fn(
     Parameters
     ----------
     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-        As ``model.generate`` hands them over. Processors and criteria get each request's own text,
-        without the padding of its batch.
+        As ``model.generate`` hands them over. Processors and criteria get the text of one request
+        at a time, with its padding.
     draft_model : torch.nn.Module, Drafter or None
         As ``draft`` of `specdec_ext.generate`.
     gamma, rule, tree, seeds, on_round
@@ -138,12 +138,13 @@ def generate_fn(
         logits_processor=processors,
         eos_token_id=_ids(config._eos_token_tensor),
         stopping_criteria=[
-            # These two are the loop's own: it counts new tokens, and has no padding in its texts.
+            # These two are the loop's own.
             c
             for c in stopping_criteria
             if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         ],
         pad_token_id=next(iter(_ids(config._pad_token_tensor)), None),
+        padded_texts=True,  # min_new_tokens and their like count from the padded prompts' end
         on_round=on_round,
         **filters,
     )
