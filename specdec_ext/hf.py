@@ -111,6 +111,10 @@ def generate_fn(
     -----
     transformers hands no ``streamer`` to functions like this one: use ``on_round``.
 
+    Whisper's own ``generate`` cuts audio into segments and calls this function for each. Its
+    ``logprob_threshold`` (and with it ``no_speech_threshold``) needs scores, and it takes apart
+    what ``return_dict_in_generate`` gives: both are refused. ``on_round`` has the counts.
+
     Examples
     --------
     >>> target.generate(  # doctest: +SKIP
@@ -180,6 +184,9 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         if getattr(config, name, False) and config.return_dict_in_generate
     ]
+    # Whisper's generate takes outputs apart, row by row, and would drop the statistics.
+    if config.return_dict_in_generate and hasattr(model, "generate_with_fallback"):
+        wanted.append("return_dict_in_generate")
     if (config.num_beams or 1) > 1:
         wanted.append(f"num_beams={config.num_beams}")
     prepared = _PREPARED
