@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generate_models import pair
+from generate_models import pair, perturbed
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -83,10 +82,7 @@ def models(name):
         for parameter in target.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.3)
-    draft = copy.deepcopy(target)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter += 0.03 * torch.randn_like(parameter)
+    draft = perturbed(target, 0.03)
     for model in (target, draft):
         model.generation_config.pad_token_id = 0
         model.generation_config.forced_eos_token_id = None
