@@ -53,13 +53,13 @@ def law_of(target, processors, length, temperature, **filters):
             scores = target.table[text[-2], text[-1]].clone()[None]
             for processor in processors:
                 scores = processor(torch.tensor([text[1:]]), scores)
-            p *= float(_filtered(scores[0].double() / temperature, **filters)[token])
+            p *= float(filtered(scores[0].double() / temperature, **filters)[token])
             text.append(token)
         law[code] = p
     return law
 
 
-def _filtered(logits, top_k=0, top_p=1.0):
+def filtered(logits, top_k=0, top_p=1.0):
     if top_k:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     p = logits.softmax(-1)
