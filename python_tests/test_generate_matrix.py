@@ -159,11 +159,11 @@ def test_generate_fn(causal, name, batch):
     rows = BATCHES[batch]
     own = slice(0, len(rows))
     total = Statistics(4)
-    for policy in ("fixed", "renewal"):
+    for policy, cache in (("fixed", "dynamic"), ("renewal", "static")):
         found = causal.models[0].generate(
             causal.ids[own], attention_mask=causal.mask[own], do_sample=False, max_new_tokens=NEW,
             eos_token_id=causal.eos, pad_token_id=0, return_dict_in_generate=True,
-            custom_generate=hf.generate_fn, gamma=GAMMAS[policy](),
+            cache_implementation=cache, custom_generate=hf.generate_fn, gamma=GAMMAS[policy](),
             draft_model=DRAFTERS[name](causal.models, causal, rows),
         )  # fmt: skip
         check(found.sequences, causal, rows, [NEW] * len(rows))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from generate_models import pair, prompts
 from test_generate_law import ALPHA, chi_square
+from test_generate_static import watch_shapes
 from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteriaList, set_seed
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import (
@@ -128,6 +129,18 @@ def test_first_token_follows_the_law_of_generate():
     second = torch.bincount(found[found[:, 5] == first, 6], minlength=len(law))
     law = law_after(target, torch.cat([ids, torch.tensor([[first]])], 1))
     assert chi_square(second[law > 0], law[law > 0]) > ALPHA and second[law == 0].sum() == 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_static_cache_keeps_its_size(monkeypatch, kind):
+    target, draft = models()
+    ids, mask = prompts([6, 3, 5])
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    expected = target.generate(ids, **options)
+    shapes = watch_shapes(monkeypatch)
+    found = target.generate(ids, **options, cache_implementation=kind, **OURS, draft_model=draft)
+    assert found.tolist() == expected.tolist()
+    assert (len(shapes) == 1) == (kind == "static")
 
 
 def test_seeds_come_from_torch():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import StaticCache
 from transformers.generation import utils as _generation
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -109,7 +110,8 @@ def generate_fn(
 
     Notes
     -----
-    transformers hands no ``streamer`` to functions like this one: use ``on_round``.
+    transformers hands no ``streamer`` to functions like this one: use ``on_round``. The loop has
+    caches of its own; under ``cache_implementation="static"`` those of causal models keep one size.
 
     Whisper's own ``generate`` cuts audio into segments and calls this function for each. Its
     ``logprob_threshold`` (and with it ``no_speech_threshold``) needs scores, and it takes apart
@@ -148,6 +150,7 @@ def generate_fn(
             if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         ],
         pad_token_id=next(iter(_ids(config._pad_token_tensor)), None),
+        static_cache=isinstance(model_kwargs.get("past_key_values"), StaticCache),
         padded_texts=True,  # min_new_tokens and their like count from the padded prompts' end
         on_round=on_round,
         **filters,
