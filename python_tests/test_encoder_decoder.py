@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from transformers import (
 
 import specdec_ext
 from specdec_ext import hf
-from specdec_ext.decoding.encoder_decoder import encoded
+from specdec_ext.decoding import encoder_decoder
+from specdec_ext.decoding.encoder_decoder import EncodedModel, encoded
 
 NEW = 20
 LENGTHS = [9, 4, 6]
@@ -118,10 +120,9 @@ def plain(target, inputs, b):
     return ids[0].tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("lengths", [[7], LENGTHS], ids=["one", "batch"])
 @torch.inference_mode()
-def test_greedy_equals_plain_decoding(name, lengths):
+def check_greedy(name, lengths):
+    """Rows with limits of their own are those that are decoded alone, without a cache."""
     target, draft = models(name)
     inputs = inputs_of(name, lengths)
     wrapped = encoded(target, **inputs), encoded(draft, **inputs)
@@ -136,6 +137,32 @@ def test_greedy_equals_plain_decoding(name, lengths):
         assert statistics.accepted > 0 and statistics.rejected > 0
         for row, right in zip(found.tolist(), expected, strict=True):
             assert row[: len(right)] == right and not any(row[len(right) :])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lengths", [[7], LENGTHS], ids=["one", "batch"])
+def test_greedy_equals_plain_decoding(name, lengths):
+    check_greedy(name, lengths)
+
+
+@pytest.mark.parametrize("name", ["bart", "marian"])
+def test_control_positions_by_cache_slots(monkeypatch, name):
+    """Where a row rejected, these decoders count too far unless they are told."""
+    monkeypatch.setattr(encoder_decoder, "_positions", lambda *_: nullcontext())
+    with pytest.raises(AssertionError):
+        check_greedy(name, LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_control_what_was_encoded_stays_where_it_was(monkeypatch, name):
+    """The last request ends first; here the first encoded input is dropped instead."""
+    select = EncodedModel.select
+    monkeypatch.setattr(
+        EncodedModel, "select",
+        lambda self, rows: select(self, torch.arange(len(self.states))[-len(rows) :]),
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        check_greedy(name, LENGTHS)
 
 
 @pytest.mark.parametrize("name", MODELS)
