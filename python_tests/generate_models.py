@@ -166,11 +166,16 @@ def pair(architecture: str = "llama", noise: float = 0.03, seed: int = 0):
     target = ARCHITECTURES[architecture]().eval()
     if architecture not in FLOAT32_ONLY:
         target = target.double()
-    draft = copy.deepcopy(target)
+    return target, perturbed(target, noise)
+
+
+def perturbed(model: nn.Module, noise: float) -> nn.Module:
+    """Return a copy with noise, of this many standard deviations, on every weight."""
+    draft = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter += noise * torch.randn_like(parameter)
-    return target, draft
+    return draft
 
 
 def prompts(lengths: list[int], vocabulary: int = 67, seed: int = 0):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from generate_models import pair
+from generate_models import pair, perturbed
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -24,7 +24,8 @@ from transformers import (
 
 import specdec_ext
 from specdec_ext import hf
-from specdec_ext.decoding.encoder_decoder import encoded
+from specdec_ext.decoding import encoder_decoder
+from specdec_ext.decoding.encoder_decoder import EncodedModel, encoded
 
 NEW = 20
 LENGTHS = [9, 4, 6]
@@ -70,16 +71,20 @@ MODELS = {"t5": t5, "bart": bart, "marian": marian, "whisper": whisper}
 
 
 def models(name):
-    """A random target with decided choices, in float64 but for Whisper's, and a draft."""
+    """A random target in float64, and a draft: the same, perturbed.
+
+    Weights are large, and the head is no copy of the embeddings: else these models repeat one token
+    whatever the encoder read, and no mistake about rows or positions would show.
+    """
     torch.manual_seed(0)
     target = MODELS[name]().double().eval()
+    head = target.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
     with torch.no_grad():
         for parameter in target.parameters():
-            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
-    draft = copy.deepcopy(target)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter += 0.03 * torch.randn_like(parameter)
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    draft = perturbed(target, 0.03)
     for model in (target, draft):
         model.generation_config.pad_token_id = 0
         model.generation_config.forced_eos_token_id = None
@@ -115,22 +120,49 @@ def plain(target, inputs, b):
     return ids[0].tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("lengths", [[7], LENGTHS], ids=["one", "batch"])
 @torch.inference_mode()
-def test_greedy_equals_plain_decoding(name, lengths):
+def check_greedy(name, lengths):
+    """Rows with limits of their own are those that are decoded alone, without a cache."""
     target, draft = models(name)
     inputs = inputs_of(name, lengths)
     wrapped = encoded(target, **inputs), encoded(draft, **inputs)
     limits = [NEW - 2 * b for b in range(len(lengths))]
+    expected = [plain(target, inputs, b)[: 1 + limit] for b, limit in enumerate(limits)]
+    assert len(set(map(tuple, expected))) == len(lengths)  # the encoder's input matters
+    assert max(len(set(row)) for row in expected) > 2  # so does the text
     for _ in range(2):  # an encoded model can be used again
         found, statistics = specdec_ext.generate(
             *wrapped, start(len(lengths)), max_new_tokens=limits, gamma=3
         )
-        assert statistics.accepted > 0
-        for b, row in enumerate(found.tolist()):
-            expected = plain(target, inputs, b)[: 1 + limits[b]]
-            assert row[: len(expected)] == expected and not any(row[len(expected) :])
+        assert statistics.accepted > 0 and statistics.rejected > 0
+        for row, right in zip(found.tolist(), expected, strict=True):
+            assert row[: len(right)] == right and not any(row[len(right) :])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lengths", [[7], LENGTHS], ids=["one", "batch"])
+def test_greedy_equals_plain_decoding(name, lengths):
+    check_greedy(name, lengths)
+
+
+@pytest.mark.parametrize("name", ["bart", "marian"])
+def test_control_positions_by_cache_slots(monkeypatch, name):
+    """Where a row rejected, these decoders count too far unless they are told."""
+    monkeypatch.setattr(encoder_decoder, "_positions", lambda *_: nullcontext())
+    with pytest.raises(AssertionError):
+        check_greedy(name, LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_control_what_was_encoded_stays_where_it_was(monkeypatch, name):
+    """The last request ends first; here the first encoded input is dropped instead."""
+    select = EncodedModel.select
+    monkeypatch.setattr(
+        EncodedModel, "select",
+        lambda self, rows: select(self, torch.arange(len(self.states))[-len(rows) :]),
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        check_greedy(name, LENGTHS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -157,6 +189,64 @@ def test_inside_generate(name):
         **inputs, max_new_tokens=4, do_sample=True, num_return_sequences=2, **ours
     )
     assert several.shape[0] == 6
+    with pytest.raises(ValueError, match="cache_implementation='static'"):
+        target.generate(**inputs, **options, **ours, cache_implementation="static")
+
+
+WHISPER = {  # its own generate() asks for these: a threshold and a second temperature, a prefix
+    "plain": {},
+    "fallback": {"temperature": (0.0, 0.0), "compression_ratio_threshold": 0.5},
+    "first tokens": {"begin_suppress_tokens": [8], "suppress_tokens": [60]},
+    "long": {"return_timestamps": True},
+    "long, conditioned": {"return_timestamps": True, "condition_on_prev_tokens": True},
+}
+
+
+@pytest.mark.parametrize("kind", WHISPER)
+def test_inside_whispers_own_generate(kind):
+    """It wraps `GenerationMixin.generate`: segments, fallbacks and processors are its own."""
+    target, draft = models("whisper")
+    inputs = inputs_of("whisper")
+    if "long" in kind:  # three segments of audio, and timestamps to cut them by
+        features = torch.randn(2, 8, 60, generator=torch.Generator().manual_seed(1)).double()
+        inputs = {"input_features": features, "attention_mask": torch.ones(2, 60).long()}
+        for model in (target, draft):
+            model.generation_config.no_timestamps_token_id = 50
+            model.generation_config.prev_sot_token_id = 49
+    rounds = []
+    ours = {
+        "custom_generate": hf.generate_fn, "draft_model": draft, "gamma": 3,
+        "on_round": rounds.append,
+    }  # fmt: skip
+    options = {"max_new_tokens": 12, "do_sample": False, **WHISPER[kind]}
+    expected = target.generate(**inputs, **options)
+    assert target.generate(**inputs, **options, **ours).tolist() == expected.tolist()
+    bursts = [burst for round_ in rounds for burst in round_]
+    assert any(burst.accepted for burst in bursts)
+    assert any(burst.replaced is not None for burst in bursts)
+    assert len({tuple(row) for row in expected.tolist()}) == len(expected)
+    assert (expected.shape[1] > 12) == ("long" in kind)  # several segments
+
+
+def test_whisper_sampled_and_several():
+    target, draft = models("whisper")
+    ours = {"custom_generate": hf.generate_fn, "draft_model": draft, "gamma": 3}
+    found = target.generate(
+        **inputs_of("whisper"), **ours, max_new_tokens=9, temperature=0.7, do_sample=True,
+        num_return_sequences=2,
+    )  # fmt: skip
+    assert found.shape[0] == 6 and len(set(map(tuple, found.tolist()))) > 3
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+    ({"temperature": (0.0, 0.5), "logprob_threshold": -1.0}, "output_scores"),
+])  # fmt: skip
+def test_what_is_refused_in_whispers_generate(options, message):
+    target, draft = models("whisper")
+    ours = {"custom_generate": hf.generate_fn, "draft_model": draft}
+    with pytest.raises(ValueError, match=f"asked for what speculative decoding.*{message}"):
+        target.generate(**inputs_of("whisper"), max_new_tokens=4, **options, **ours)
 
 
 def test_the_example(tmp_path):

@@ -53,13 +53,13 @@ def law_of(target, processors, length, temperature, **filters):
             scores = target.table[text[-2], text[-1]].clone()[None]
             for processor in processors:
                 scores = processor(torch.tensor([text[1:]]), scores)
-            p *= float(_filtered(scores[0].double() / temperature, **filters)[token])
+            p *= float(filtered(scores[0].double() / temperature, **filters)[token])
             text.append(token)
         law[code] = p
     return law
 
 
-def _filtered(logits, top_k=0, top_p=1.0):
+def filtered(logits, top_k=0, top_p=1.0):
     if top_k:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     p = logits.softmax(-1)
@@ -198,8 +198,8 @@ def run_until(tree, **stops):
     return whole, found[:, ids.shape[1] :].tolist(), statistics
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_stop_sequences(tree):
+def check_stop_sequences(tree):
+    """Each row ends at the first token behind which one of the sequences stands."""
     target, _ = pair(noise=0.02)
     ids, mask = prompts([6, 3, 5])
     whole = plain_tokens(target, ids, mask)
@@ -223,7 +223,12 @@ def test_stop_sequences(tree):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_criteria_are_asked_at_every_token(tree):
+def test_stop_sequences(tree):
+    check_stop_sequences(tree)
+
+
+def check_criteria(tree):
+    """They are asked at every token of every row up to its end, and nowhere else."""
     asked = []
 
     def ends_at_a_multiple_of_seven(ids, scores):
@@ -249,7 +254,13 @@ def test_criteria_are_asked_at_every_token(tree):
     assert sorted(asked) == sorted(texts)
 
 
-def test_stop_strings():
+@pytest.mark.parametrize("tree", TREES)
+def test_criteria_are_asked_at_every_token(tree):
+    check_criteria(tree)
+
+
+def check_stop_strings():
+    """The output ends at the first token behind which the text holds the string."""
     from specdec_ext.demo import find_prompts, load_pair
 
     models = load_pair()
@@ -258,16 +269,23 @@ def test_stop_strings():
     whole, _ = specdec_ext.generate(models.target, models.draft, prompt.ids, **options)
     new = whole[0, prompt.ids.shape[1] :]
     text = models.tokenizer.decode(new)
-    string = text[len(text) // 2 :][:3]
-    found, statistics = specdec_ext.generate(
-        models.target, models.draft, prompt.ids, stop_strings=string, tokenizer=models.tokenizer,
-        **options,
-    )  # fmt: skip
-    kept = found[0, prompt.ids.shape[1] :]
-    assert 0 < len(kept) < len(new) and torch.equal(kept, new[: len(kept)])
-    assert string in models.tokenizer.decode(kept)
-    assert string not in models.tokenizer.decode(kept[:-1])
-    assert statistics.emitted == len(kept)
+    inside = 0
+    for place in range(len(text) // 4, len(text) - 3, 5):
+        string, bursts = text[place : place + 3], []
+        ends = (n for n in range(1, 41) if string in models.tokenizer.decode(new[:n]))
+        end = next(ends)
+        found, statistics = specdec_ext.generate(
+            models.target, models.draft, prompt.ids, stop_strings=string,
+            tokenizer=models.tokenizer, on_round=bursts.extend, **options,
+        )  # fmt: skip
+        assert found[0, prompt.ids.shape[1] :].tolist() == new[:end].tolist()
+        assert statistics.emitted == end
+        inside += bursts[-1].accepted == len(bursts[-1].tokens) < 4
+    assert inside > 0  # bursts had more behind the end
+
+
+def test_stop_strings():
+    check_stop_strings()
 
 
 def test_the_rest_of_a_batch_goes_on_after_a_stop():

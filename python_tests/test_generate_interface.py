@@ -216,7 +216,7 @@ def counter(vocabulary: int = 20) -> TableModel:
     return TableModel(table)
 
 
-def test_statistics_of_an_example_by_hand():
+def check_example_by_hand():
     """Prompt 0; the target counts 1, 2, 3, ... until the stop token 12; gamma 3.
 
     round  drafted      outcome                          accepted  rejected  emitted
@@ -250,6 +250,10 @@ def test_statistics_of_an_example_by_hand():
     assert statistics.tested == [5, 3, 2]
     assert statistics.passed == [4, 3, 1]
     assert statistics.conditional_acceptance == [4 / 5, 3 / 3, 1 / 2]
+
+
+def test_statistics_of_an_example_by_hand():
+    check_example_by_hand()
 
 
 def test_statistics_when_the_replacement_is_the_stop_token():

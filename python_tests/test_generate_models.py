@@ -114,7 +114,7 @@ def test_positions_up_to_the_last_one_of_the_model():
 # --- stopping ---------------------------------------------------------------------------------
 
 
-def test_stop_tokens_anywhere_in_a_burst():
+def check_stop_tokens():
     """Any token of a greedy continuation may be the stop token; nothing may follow it."""
     target, draft = pair(noise=0.01)
     ids, mask = prompts(RAGGED)
@@ -135,6 +135,10 @@ def test_stop_tokens_anywhere_in_a_burst():
             assert stop not in burst.tokens[:-1]
         check(statistics, bursts)
     assert inside > 2 and outside > 2  # both kinds of end were seen
+
+
+def test_stop_tokens_anywhere_in_a_burst():
+    check_stop_tokens()
 
 
 def check(statistics, bursts) -> None:
@@ -164,8 +168,8 @@ def test_several_stop_tokens_and_the_models_own():
     assert torch.equal(none.sequences, plain)
 
 
-@pytest.mark.parametrize("new", [0, 1, 2, 3, 4, 5, 6, 11])
-def test_max_new_tokens_is_met_and_never_passed(new):
+def check_limit(new):
+    """All rows get so many tokens, and no slot is computed for more."""
     target, draft = pair(noise=0.01)
     ids, mask = prompts([4, 3])
     fed = []
@@ -180,6 +184,11 @@ def test_max_new_tokens_is_met_and_never_passed(new):
     assert sequences.shape == (2, 4 + new)
     assert statistics.new_tokens == [new, new]
     assert torch.equal(sequences, greedy(target, ids, mask, max(new, 1))[:, : 4 + new])
+
+
+@pytest.mark.parametrize("new", [0, 1, 2, 3, 4, 5, 6, 11])
+def test_max_new_tokens_is_met_and_never_passed(new):
+    check_limit(new)
 
 
 # --- caches -----------------------------------------------------------------------------------

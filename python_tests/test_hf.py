@@ -6,6 +6,7 @@ import pytest
 import torch
 from generate_models import pair, prompts
 from test_generate_law import ALPHA, chi_square
+from test_generate_static import watch_shapes
 from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteriaList, set_seed
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import (
@@ -61,6 +62,43 @@ def test_left_padding_and_several_sequences():
     assert several.shape[0] == 6 and (several[0] != several[1]).any()
 
 
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("option", ["min_new_tokens", "begin_suppress_tokens", "min_length"])
+def test_processors_that_count_from_the_end_of_padded_prompts(option, shared, tree):
+    """As `generate` does: the limit is the batch's, not that of each text without its padding."""
+    target, draft = models()
+    ids, mask = (torch.nn.functional.pad(t, (shared, 0)) for t in prompts([6, 3, 5]))
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    plain = target.generate(ids, **options)[:, ids.shape[1] :]
+    options["eos_token_id"] = plain[1, 2].item()
+    value = {
+        "min_new_tokens": 4, "min_length": 10 + shared, "begin_suppress_tokens": [plain[1, 0]],
+    }[option]  # fmt: skip
+    without = target.generate(ids, **options)
+    expected = target.generate(ids, **options, **{option: value})
+    assert expected.tolist() != without.tolist()
+    found = target.generate(ids, **options, **{option: value}, **OURS, draft_model=draft, tree=tree)
+    assert found.tolist() == expected.tolist()
+
+
+def test_criteria_see_the_padding():
+    target, draft = models()
+    ids, mask = prompts([6, 3, 5])
+    asked = []
+
+    def criterion(ids, scores):
+        asked.append(ids[0].tolist())
+        return torch.tensor([ids.shape[1] >= 10])
+
+    found = target.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **OURS, draft_model=draft,
+        stopping_criteria=StoppingCriteriaList([criterion]),
+    )  # fmt: skip
+    assert found.shape == (3, 10) and max(map(len, asked)) == 10
+    assert [0, 0, 0, *ids[1, 3:].tolist()] in [text[:6] for text in asked]
+
+
 def law_after(target, ids, **filters):
     """The law of the next token under temperature 0.8, top-k 12, top-p 0.9."""
     with torch.no_grad():
@@ -91,6 +129,18 @@ def test_first_token_follows_the_law_of_generate():
     second = torch.bincount(found[found[:, 5] == first, 6], minlength=len(law))
     law = law_after(target, torch.cat([ids, torch.tensor([[first]])], 1))
     assert chi_square(second[law > 0], law[law > 0]) > ALPHA and second[law == 0].sum() == 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_static_cache_keeps_its_size(monkeypatch, kind):
+    target, draft = models()
+    ids, mask = prompts([6, 3, 5])
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    expected = target.generate(ids, **options)
+    shapes = watch_shapes(monkeypatch)
+    found = target.generate(ids, **options, cache_implementation=kind, **OURS, draft_model=draft)
+    assert found.tolist() == expected.tolist()
+    assert (len(shapes) == 1) == (kind == "static")
 
 
 def test_seeds_come_from_torch():
@@ -138,6 +188,7 @@ def test_statistics_and_rounds():
     ({"num_beams": 2}, "num_beams=2"),
     ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
     ({"token_type_ids": torch.zeros(1, 5, dtype=torch.int64)}, "token_type_ids"),
+    ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
 ])  # fmt: skip
 def test_what_is_refused(options, message):
     target, draft = models()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import StaticCache
 from transformers.generation import utils as _generation
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -23,7 +24,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.utils.generic import ModelOutput
 
 from specdec_ext import ops
-from specdec_ext.decoding import Burst, Statistics, generate
+from specdec_ext.decoding import Burst, GammaPolicy, Statistics, generate
 from specdec_ext.decoding.trees import GrownTree, StaticTree
 
 __all__ = ["SpeculativeOutput", "assisted_generation", "generate_fn"]
@@ -66,7 +67,7 @@ def generate_fn(
     generation_config: Any = None,
     *,
     draft_model: Any = None,
-    gamma: int = 5,
+    gamma: int | GammaPolicy = 5,
     rule: str | None = None,
     tree: StaticTree | GrownTree | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
@@ -85,8 +86,8 @@ def generate_fn(
     Parameters
     ----------
     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-        As ``model.generate`` hands them over. Processors and criteria get each request's own text,
-        without the padding of its batch.
+        As ``model.generate`` hands them over. Processors and criteria get the text of one request
+        at a time, with its padding.
     draft_model : torch.nn.Module, Drafter or None
         As ``draft`` of `specdec_ext.generate`.
     gamma, rule, tree, seeds, on_round
@@ -105,11 +106,17 @@ def generate_fn(
     ------
     ValueError
         Something is asked for that the loop has not: beams, scores, attentions, hidden states,
-        inputs that are no token ids, a cache that is not empty.
+        inputs that are no token ids, a cache that is not empty, a cache that is offloaded or
+        quantized, a static one of an encoder-decoder.
 
     Notes
     -----
-    transformers hands no ``streamer`` to functions like this one: use ``on_round``.
+    transformers hands no ``streamer`` to functions like this one: use ``on_round``. The loop has
+    caches of its own; under ``cache_implementation="static"`` those of causal models keep one size.
+
+    Whisper's own ``generate`` cuts audio into segments and calls this function for each. Its
+    ``logprob_threshold`` (and with it ``no_speech_threshold``) needs scores, and it takes apart
+    what ``return_dict_in_generate`` gives: both are refused. ``on_round`` has the counts.
 
     Examples
     --------
@@ -138,12 +145,14 @@ def generate_fn(
         logits_processor=processors,
         eos_token_id=_ids(config._eos_token_tensor),
         stopping_criteria=[
-            # These two are the loop's own: it counts new tokens, and has no padding in its texts.
+            # These two are the loop's own.
             c
             for c in stopping_criteria
             if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         ],
         pad_token_id=next(iter(_ids(config._pad_token_tensor)), None),
+        static_cache=isinstance(model_kwargs.get("past_key_values"), StaticCache),
+        padded_texts=True,  # min_new_tokens and their like count from the padded prompts' end
         on_round=on_round,
         **filters,
     )
@@ -179,6 +188,9 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         if getattr(config, name, False) and config.return_dict_in_generate
     ]
+    # Whisper's generate takes outputs apart, row by row, and would drop the statistics.
+    if config.return_dict_in_generate and hasattr(model, "generate_with_fallback"):
+        wanted.append("return_dict_in_generate")
     if (config.num_beams or 1) > 1:
         wanted.append(f"num_beams={config.num_beams}")
     prepared = _PREPARED
@@ -187,6 +199,11 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
     wanted += [
         name for name in model_kwargs if name not in prepared and model_kwargs[name] is not None
     ]
+    caches = {"offloaded", "offloaded_static", "quantized"}
+    if model.config.is_encoder_decoder:
+        caches.add("static")
+    if config.cache_implementation in caches:
+        wanted.append(f"cache_implementation={config.cache_implementation!r}")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         wanted.append("past_key_values that are not empty")

@@ -143,6 +143,7 @@ class ChainGeneration:
         processors: Sequence[Processor],
         stops: Stops,
         pad: int,
+        padded_texts: bool,
         static_cache: bool,
     ) -> None:
         self.target_model = target
@@ -159,6 +160,7 @@ class ChainGeneration:
         self.processors = processors
         self.stops = stops
         self.pad = pad
+        self.padded_texts = padded_texts
         self.static_cache = static_cache
         self.limits = limits
         self.new: list[list[int]] = [[] for _ in limits]
@@ -182,7 +184,9 @@ class ChainGeneration:
         self.positions = torch.tensor(lengths, device=device)  # [B], where the next token goes
         self.ends = self.positions + torch.tensor(self.limits, device=device)
         if self.processors or self.stops.criteria:
-            self.texts = [row[-n:] for row, n in zip(ids.tolist(), lengths, strict=True)]
+            self.texts = self.prompts.tolist()
+            if not self.padded_texts:
+                self.texts = [row[-n:] for row, n in zip(self.texts, lengths, strict=True)]
         room = self._room(ids.shape[1])
         self.target = CachedModel(self.target_model, self.ends, room=room, static=self.static_cache)
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])

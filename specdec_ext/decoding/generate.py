@@ -52,6 +52,7 @@ def generate(
     tokenizer: Any = None,
     stopping_criteria: Criterion | Iterable[Criterion] | None = None,
     pad_token_id: int | None = None,
+    padded_texts: bool = False,
     static_cache: bool = False,
     on_round: Callable[[list[Burst]], None] | None = None,
     progress: bool = False,
@@ -103,11 +104,12 @@ def generate(
     logits_processor : callable or iterable of callable, optional
         `transformers.LogitsProcessor` or the like: of ids ``[1, n]`` and float32 scores ``[1, V]``
         the new scores, before temperature and filters. Every row is processed after the text that
-        would lead to it, draft tokens included and padding left out, so that the law is that of
-        plain decoding under the same processors. They must be functions of their arguments: rows
-        are asked for that are then discarded. They are called on the host, row by row. Drafters
-        that have rows over as many tokens as the target (models, n-gram models, uniform tokens,
-        each level of a hierarchy) draw from processed rows, too; drafts that are trees do not.
+        would lead to it, draft tokens included and padding left out (see ``padded_texts``), so that
+        the law is that of plain decoding under the same processors. They must be functions of their
+        arguments: rows are asked for that are then discarded. They are called on the host, row by
+        row. Drafters that have rows over as many tokens as the target (models, n-gram models,
+        uniform tokens, each level of a hierarchy) draw from processed rows, too; drafts that are
+        trees do not.
     eos_token_id : int or iterable of int, optional
         Tokens that end a request (and are kept). None: those of the model's configuration, ``()``:
         none.
@@ -124,6 +126,9 @@ def generate(
     pad_token_id : int, optional
         Fills ``sequences`` behind the end of a request. None: the model's, else the first stop
         token, else 0.
+    padded_texts : bool
+        Show ``logits_processor`` and ``stopping_criteria`` the padding before each prompt, too, as
+        transformers does: what counts from the prompts' common end then counts right.
     static_cache : bool
         Let caches keep one size, as compiled models want it: the models' shapes then depend on the
         batch and the number of new tokens alone (they grow in the rare case that they must).
@@ -293,6 +298,7 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
             device,
         ),
         pad=arguments.pad_token(target, given.pad_token_id, stop),
+        padded_texts=given.padded_texts,
         static_cache=given.static_cache,
     )
 
