@@ -7,9 +7,9 @@
 Every contestant completes the same prompts, one after another in an order drawn anew for each
 prompt, so that a busy machine is fair to all; a time is that of the whole call, prefill included.
 Before anything counts, greedy output of all is compared with plain decoding: what differs by more
-than a tie is not timed, and the exit code is 1. *Speed-up* is the median over runs of plain
-decoding's seconds a token over the contestant's, on the same prompt. *Loop* is the share of a
-decoding step that is neither model: verification, cache rollback, bookkeeping.
+than a tie is not timed, and the exit code is 1. A contestant's seconds are the sum over the prompts
+of the median over the repeats; *speed-up* is plain decoding's over the contestant's. *Loop* is the
+share of a decoding step that is neither model: verification, cache rollback, bookkeeping.
 
 Bars, on 2 CPU cores with the shipped pair at batch 1: faster than plain decoding; 1.5 times as fast
 as transformers' assisted generation at equal gamma; the loop under 10 %; the renewal policy at
@@ -58,9 +58,9 @@ class Run(NamedTuple):
     statistics: Statistics | None
 
     @property
-    def per_token(self) -> float:
-        """Seconds a token of all requests."""
-        return self.seconds / sum(map(len, self.tokens))
+    def num_tokens(self) -> int:
+        """Tokens of all requests."""
+        return sum(map(len, self.tokens))
 
 
 Contestant = Callable[[Tensor, Tensor, int], Run]
@@ -182,11 +182,13 @@ def measure(
 # ---- results -------------------------------------------------------------------------------------
 
 
-def summarize(setting: Setting, runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Reduce the runs of a setting to a record a contestant."""
+def summarize(
+    setting: Setting, runs: Mapping[str, Sequence[Run]], prompts: int
+) -> list[dict[str, Any]]:
+    """Reduce the runs of a setting, ``prompts`` to a repeat, to a record a contestant."""
     records = []
+    plain = seconds(runs[PLAIN], prompts)
     for name, own in runs.items():
-        ratios = [p.per_token / r.per_token for p, r in zip(runs[PLAIN], own, strict=True)]
         kept = [r.statistics for r in own if r.statistics is not None]
         total = sum(kept[1:], kept[0]) if kept else None
         loop = None
@@ -198,11 +200,10 @@ def summarize(setting: Setting, runs: Mapping[str, Sequence[Run]]) -> list[dict[
                 "temperature": setting.temperature,
                 "contestant": name,
                 "runs": len(own),
-                "tokens_per_second": 1 / statistics.median(r.per_token for r in own),
-                "speedup": statistics.median(ratios),
-                "speedup_se": (
-                    statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
-                ),
+                "tokens_per_second": sum(r.num_tokens for r in own[:prompts])
+                / seconds(own, prompts),
+                "speedup": plain / seconds(own, prompts),
+                "speedup_se": ratio_error(runs[PLAIN], own),
                 "tokens_per_target_call": None if total is None else total.tokens_per_target_call,
                 "acceptance_rate": (
                     None if total is None or not total.drafted else total.acceptance_rate
@@ -211,6 +212,22 @@ def summarize(setting: Setting, runs: Mapping[str, Sequence[Run]]) -> list[dict[
             }
         )
     return records
+
+
+def seconds(runs: Sequence[Run], prompts: int) -> float:
+    """Return the sum over the prompts of the median over the repeats."""
+    return sum(statistics.median(r.seconds for r in runs[i::prompts]) for i in range(prompts))
+
+
+def ratio_error(above: Sequence[Run], below: Sequence[Run]) -> float | None:
+    """Return the standard error of a ratio of sums over paired runs, by linearization."""
+    n = len(above)
+    if n < 2:
+        return None
+    ratio = sum(r.seconds for r in above) / sum(r.seconds for r in below)
+    pairs = zip(above, below, strict=True)
+    squares = sum((a.seconds - ratio * b.seconds) ** 2 for a, b in pairs)
+    return (squares * n / (n - 1)) ** 0.5 / sum(r.seconds for r in below)
 
 
 def bars(records: Sequence[Mapping[str, Any]], gammas: Sequence[int]) -> list[str]:
@@ -303,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for temperature in options.temperature:
             setting = Setting(batch, temperature)
             runs, found = measure(pair, prompts, setting, options)
-            records += summarize(setting, runs)
+            records += summarize(setting, runs, -(-len(prompts) // batch))
             wrong |= {f"batch {batch}, {name}": fault for name, fault in found.items()}
             print(f"batch {batch}, T {temperature:g} done", flush=True)
     facts["others_cpu_share"] = load.share()

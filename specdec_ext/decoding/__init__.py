@@ -17,8 +17,8 @@ from specdec_ext.decoding.policies import (
     GammaPolicy,
     GradientAscent,
     HeuristicGamma,
-    RenewalRule,
 )
+from specdec_ext.decoding.renewal import RenewalRule
 from specdec_ext.decoding.stats import Statistics
 from specdec_ext.decoding.thresholds import MovingThreshold
 from specdec_ext.decoding.trees import GrownTree, StaticTree, sequoia_tree

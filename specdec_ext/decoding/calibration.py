@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-
-from torch import Tensor
 
 __all__ = ["Calibration", "RoundTimes"]
 
 
 class RoundTimes:
-    """What a further draft token costs, in plain rounds, from the times of rounds.
+    """What rounds cost by the length of their drafts: seconds = begun (1 + c n), n draft tokens.
 
-    Two rounds of different lengths, soon after one another, give a line, seconds = plain (1 + c n),
-    and so one estimate of c. It is the median of the last estimates, each weighted by its
-    difference in tokens. So neither a machine that is slower for a while nor a round that took very
-    long counts for much; whatever grows with the draft does, the target's longer call as well as
-    the draft's.
+    Two rounds of different lengths, soon after one another, give such a line, and so one estimate
+    of c. It is the median of the last estimates, each weighted by its difference in tokens. So
+    neither a machine that is slower for a while nor a round that took very long counts for much;
+    whatever grows with the draft does, the target's longer call as well as the draft's.
+
+    A plain round may take less than the line says for n = 0: models may run one token in another
+    way than several. ``setup`` is how much less.
 
     Parameters
     ----------
@@ -31,11 +31,17 @@ class RoundTimes:
     Attributes
     ----------
     c : float
-        Cost of a further draft token in plain rounds.
+        Cost of a further draft token, in rounds that are begun.
+    setup : float
+        Time in which a round is begun, in plain rounds, at least 1; the median again.
     evidence : int
         Sum of the squares of all differences in tokens: c's variance goes as one over this.
     silent : int
-        Rounds since the last one that gave an estimate.
+        Rounds since the last one that gave an estimate of c.
+    plain_seen : bool
+        Whether ``setup`` is more than a guess.
+    plain_silent : int
+        Rounds since the last plain one.
 
     References
     ----------
@@ -46,9 +52,9 @@ class RoundTimes:
     --------
     >>> times = RoundTimes(c=0.5)
     >>> for n in range(200):
-    ...     times.observe(n % 8, 0.01 + 0.001 * (n % 8))
-    >>> round(times.c, 2)
-    0.1
+    ...     times.observe(n % 8, 0.01 + 0.001 * (n % 8) + (0.002 if n % 8 else 0))
+    >>> round(times.c, 2), round(times.setup, 1)
+    (0.08, 1.2)
     """
 
     GUESS = 12
@@ -56,38 +62,71 @@ class RoundTimes:
     MOST = 10.0  # no draft pays from 1 on
 
     def __init__(self, c: float = 0.1, estimates: int = 256) -> None:
-        self.c = c
-        self.evidence = 0
-        self.silent = 0
-        self._guess = (c, self.GUESS)
+        self.c, self.setup = c, 1.0
+        self.evidence = self.silent = self.plain_silent = 0
+        self.plain_seen = False
+        self._costs = _LastMedian((c, self.GUESS), estimates)
+        self._setups = _LastMedian((1.0, 1), estimates // 4)
         self._rounds: deque[tuple[int, float]] = deque(maxlen=self.NEIGHBOURS)
-        self._estimates: deque[tuple[float, int]] = deque(maxlen=estimates)
 
     def observe(self, n: int, seconds: float) -> None:
         """Count a round of ``n`` draft tokens."""
         seconds = max(seconds, 1e-9)  # of a coarse clock
         neighbours = [(m, t) for m, t in self._rounds if m != n]
-        self._estimates += [(_cost(n, seconds, m, t), abs(n - m)) for m, t in neighbours]
-        self._rounds.append((n, seconds))
+        for m, other in neighbours:
+            gone = self._costs.add(_cost(n, seconds, m, other), abs(n - m))
+            self.evidence += (n - m) ** 2 - gone**2
+        if neighbours:
+            # Drafting never saves time.
+            self.c = max(self._costs.value, 0.0)
+        begun = seconds / (1 + self.c * n)
+        for m, other in neighbours:
+            if n == 0:
+                self._setups.add(other / (1 + self.c * m) / seconds, 1)
+            elif m == 0:
+                self._setups.add(begun / other, 1)
+            self.plain_seen |= n * m == 0
+        self.setup = max(self._setups.value, 1.0)
         self.silent = 0 if neighbours else self.silent + 1
-        self.evidence = sum(weight**2 for _, weight in self._estimates)
-        # Drafting never saves time.
-        self.c = max(_weighted_median([self._guess, *self._estimates]), 0.0)
+        self.plain_silent = self.plain_silent + 1 if n else 0
+        self._rounds.append((n, seconds))
+
+    def part(self) -> None:
+        """Compare no later round with those so far: the requests are others now."""
+        self._rounds.clear()
 
 
 def _cost(n: int, seconds: float, m: int, other: float) -> float:
     """Return c of the line through two rounds, at most `RoundTimes.MOST`."""
     if n < m:
         n, seconds, m, other = m, other, n, seconds
-    plain = n * other - m * seconds
-    return min((seconds - other) / plain, RoundTimes.MOST) if plain > 0 else RoundTimes.MOST
+    begun = n * other - m * seconds
+    return min((seconds - other) / begun, RoundTimes.MOST) if begun > 0 else RoundTimes.MOST
 
 
-def _weighted_median(pairs: Iterable[tuple[float, int]]) -> float:
-    """Return the least value that, with those under it, has half of the weight."""
-    ordered = sorted(pairs)
-    sums = list(accumulate(weight for _, weight in ordered))
-    return ordered[bisect_left(sums, sums[-1] / 2)][0]
+class _LastMedian:
+    """Weighted median of a first guess, which stays, and of the last values."""
+
+    def __init__(self, guess: tuple[float, int], kept: int) -> None:
+        self._ordered = [guess]
+        self._last: deque[tuple[float, int]] = deque()
+        self._kept = kept
+
+    def add(self, value: float, weight: int) -> int:
+        """Add a value; return the weight of the one that is dropped for it, or 0."""
+        self._last.append((value, weight))
+        insort(self._ordered, (value, weight))
+        if len(self._last) <= self._kept:
+            return 0
+        oldest = self._last.popleft()
+        del self._ordered[bisect_left(self._ordered, oldest)]
+        return oldest[1]
+
+    @property
+    def value(self) -> float:
+        """The least value that, with those under it, has half of the weight."""
+        sums = list(accumulate([weight for _, weight in self._ordered]))
+        return self._ordered[bisect_left(sums, sums[-1] / 2)][0]
 
 
 class Calibration:
@@ -102,10 +141,9 @@ class Calibration:
 
     Examples
     --------
-    >>> import torch
     >>> table = Calibration(bins=2)
     >>> for accepted in (True, True, True, False):
-    ...     table.observe(table.bin(torch.tensor([0.9])).tolist(), [accepted])
+    ...     table.observe([table.bin(0.9)], [accepted])
     >>> [round(rate, 2) for rate in table.rates()]
     [0.67, 0.71]
     """
@@ -116,9 +154,14 @@ class Calibration:
         self.bins, self._keep = bins, 1 - 1 / memory
         self._accepted, self._trials = [0.0] * bins, [0.0] * bins
 
-    def bin(self, confidence: Tensor) -> Tensor:
-        """Return the bin of each confidence, same shape, int64."""
-        return (confidence * self.bins).long().clamp(max=self.bins - 1)
+    @property
+    def trials(self) -> float:
+        """How many trials are remembered."""
+        return sum(self._trials)
+
+    def bin(self, confidence: float) -> int:
+        """Return the bin of a confidence, 0 to 1; the lowest one of NaN."""
+        return min(int(confidence * self.bins), self.bins - 1) if confidence > 0 else 0
 
     def rates(self) -> list[float]:
         """Return the acceptance rate of each bin."""

@@ -2,7 +2,7 @@
 
 A policy says at the begin of a round how many tokens each request may draft at most, may end the
 draft of a request early while it is drafted, and hears at the end what was accepted. Every request
-of a batch is decided for alone.
+of a batch is decided for alone, but by the renewal rule (in a file of its own).
 
 Lossless under every rule that is lossless for a fixed gamma. What a round emits, continued by the
 target's own tokens, follows the target's law given all that happened before, whatever the draft's
@@ -11,23 +11,22 @@ round it may depend on the tokens and rows drafted so far, all of which stay in 
 then a function of the path, and verification sees a draft that ends there. It must not depend on a
 token that is then left out: what is left of q after that choice would not be q.
 
-A policy that goes by the clock (`RenewalRule`) makes the tokens, not their law, depend on time;
-under the rule ``coupled`` not even them.
+A policy that goes by the clock (`RenewalRule`) makes the tokens, not their law, depend on time; one
+that goes by batch mates makes them depend on these, and wants seeds that differ. Under the rule
+``coupled`` the tokens depend on neither.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from specdec_ext import theory
-from specdec_ext.decoding.calibration import Calibration, RoundTimes
 from specdec_ext.decoding.drafters import GoOn
 from specdec_ext.decoding.thresholds import MovingThreshold, check_range
 
@@ -38,7 +37,7 @@ __all__ = [
     "GammaPolicy",
     "GradientAscent",
     "HeuristicGamma",
-    "RenewalRule",
+    "confidence",
     "is_policy",
 ]
 
@@ -56,9 +55,9 @@ class GammaPolicy(Protocol):
 
     @property
     def go_on(self) -> GoOn | None:
-        """Asked after every draft token but the last, see `GoOn`; None: it never ends a draft.
+        """Asked after every draft token but the last, see `GoOn`; None: it ends no draft.
 
-        For the answer the host waits for the device, once a draft token.
+        Read anew in every round. For the answer the host waits for the device, once a draft token.
         """
 
     def start(self, batch: int) -> None:
@@ -121,10 +120,10 @@ class FixedGamma:
         self._batch = len(indices)
 
 
-def _confidence(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Return each token's probability at temperature 1, ``[B]``; 0 where a row has no law."""
-    ids = tokens.clamp(min=0, max=logits.shape[-1] - 1)[:, None]
-    return logits.float().softmax(1).gather(1, ids)[:, 0].nan_to_num(nan=0.0)
+def confidence(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return each token's probability at temperature 1, ``[B]``; NaN where a row has no law."""
+    ids = tokens.clamp(0, logits.shape[1] - 1).unsqueeze(1)
+    return torch.softmax(logits, 1, torch.float32).gather(1, ids).squeeze(1)
 
 
 class _ThresholdStop(FixedGamma, ABC):
@@ -198,7 +197,7 @@ class ConfidenceStop(_ThresholdStop):
         super().__init__(gamma, threshold)
 
     def _bound(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        return _confidence(tokens, logits)
+        return confidence(tokens, logits)
 
 
 class EntropyBound(_ThresholdStop):
@@ -370,196 +369,3 @@ class GradientAscent:
         self._accepted = [self._accepted[b] for b in indices]
         self._tested = [self._tested[b] for b in indices]
         self._gammas = [self._gammas[b] for b in indices]
-
-
-# --- the renewal rule -------------------------------------------------------------------------
-
-
-class RenewalRule:
-    """Drafts on while the next token's chance to be accepted is worth its time.
-
-    With rho the tokens a plain round's time that a request makes now, and c the cost of a further
-    draft token in plain rounds, it drafts token j + 1 while P(tokens 1 to j + 1 accepted) >= rho c.
-    Where acceptance is i.i.d., rho settles where no length is better (theorem 8's best gamma);
-    where it is not, drafts are long where the draft is sure of itself.
-
-    P is a product: of each drafted token's acceptance rate by its confidence, from a `Calibration`,
-    and of the request's mean acceptance rate lately, for the token not yet seen. rho is a moving
-    sum of tokens over one of times; c is what `RoundTimes` makes of the rounds' times. A request
-    for which even the first token is not worth it drafts nothing: plain decoding. From time to time
-    it drafts one token in each of two rounds, and drafts again once that pays. Where all rounds
-    were alike, one of half the length now and then tells what a draft token costs.
-
-    Parameters
-    ----------
-    limit : int
-        Largest length.
-    c : float
-        First guess of c.
-    probe : int
-        Rounds from one such trial to the next.
-    memory : int
-        Rounds after which what was accepted weighs 1/e.
-    clock : callable
-        Seconds by now.
-
-    Attributes
-    ----------
-    times : RoundTimes
-        Kept from one generation to the next, as is ``table``.
-    table : Calibration
-        See there.
-
-    Notes
-    -----
-    In a batch a round takes as long as its longest draft, and each request is charged for that. A
-    drafter that never asks `go_on` is told the length that the mean acceptance rate makes best.
-    The trials of a request that does not draft cost it 2 c plain rounds in every ``probe``.
-
-    References
-    ----------
-    Leviathan et al., arXiv 2211.17192, section 3.5, asks for such a rule. That the ratio of means
-    is largest where rho no longer changes is Dinkelbach's theorem ("On nonlinear fractional
-    programming", Management Science 13, 1967).
-
-    Examples
-    --------
-    >>> policy = RenewalRule(limit=8, c=0.3)
-    >>> policy.start(1)
-    >>> policy.lengths()
-    [8]
-    >>> policy.go_on(torch.tensor([0]), None)  # a half squared, at first, against rho c = 0.3
-    tensor([False])
-    """
-
-    PRIOR = 4.0  # a request counts as many trials at the rate of all requests
-    ENOUGH = 128  # evidence from which c is known well enough
-    EXPLORE = 8  # rounds from one of half the length to the next, where it is not
-
-    def __init__(
-        self,
-        limit: int = 16,
-        c: float = 0.1,
-        *,
-        probe: int = 32,
-        memory: int = 32,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        check_range("limit", limit, 1, math.inf)
-        check_range("c", c, 0, math.inf)
-        check_range("probe", probe, 3, math.inf)
-        check_range("memory", memory, 2, math.inf)
-        self.limit, self.probe = limit, probe
-        self.times, self.table = RoundTimes(c), Calibration()
-        self._keep, self._clock = 1 - 1 / memory, clock
-        self._everyone = _Trials(1 - 1 / (8 * memory))
-        self._asks = True  # whether the drafter asks go_on
-        self.start(0)
-
-    def start(self, batch: int) -> None:
-        """Begin a generation, keeping what is known of the models."""
-        self._round = 0
-        self._trials = [_Trials(self._keep) for _ in range(batch)]
-        self._tokens, self._time = [1.0] * batch, [1.0] * batch
-        self._caught_up = False  # whether the draft has run all that the target has
-        self._drafted = 0  # tokens of the longest draft of the last round
-
-    def lengths(self) -> list[int]:
-        """Return each request's limit in this round; the clock starts."""
-        self._begun, self._round = self._clock(), self._round + 1
-        self._seen: list[Tensor] = []
-        self._steps = 0
-        c, prior = self.times.c, self._everyone.rate(0.5, 1.0)
-        self._alphas = [trials.rate(prior, self.PRIOR) for trials in self._trials]
-        self._needed = [
-            max(tokens / spent, 1.0) * c
-            for tokens, spent in zip(self._tokens, self._time, strict=True)
-        ]
-        self._lengths = [
-            self._length(alpha, needed)
-            for alpha, needed in zip(self._alphas, self._needed, strict=True)
-        ]
-        unsure = self._round % self.EXPLORE == 0 and self.times.evidence < self.ENOUGH
-        if unsure or self.times.silent >= self.probe:
-            self._lengths = [min(length, self._drafted // 2) for length in self._lengths]
-        if self._round % self.probe < 2 <= self._round:
-            self._lengths = [max(length, 1) for length in self._lengths]
-        return list(self._lengths)
-
-    def _length(self, alpha: float, needed: float) -> int:
-        """Return the largest n with alpha^n >= needed; the limit if `go_on` will settle it."""
-        if alpha < needed:
-            return 0
-        if self._asks or needed == 0 or alpha == 1:
-            return self.limit
-        return min(int(math.log(needed) / math.log(alpha)), self.limit)
-
-    def go_on(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
-        """Return which requests draft another token, ``[B]`` bool."""
-        if self._steps == 0:
-            self._survival = torch.ones(tokens.shape[0], device=tokens.device)
-            self._next, self._bar, self._last, self._rates = (
-                torch.tensor(numbers, device=tokens.device)
-                for numbers in (self._alphas, self._needed, self._lengths, self.table.rates())
-            )
-        passed = self._next
-        if logits is not None:
-            self._seen.append(self.table.bin(_confidence(tokens, logits)))
-            passed = self._rates[self._seen[-1]]
-        self._steps += 1
-        self._survival = self._survival * passed
-        return (self._last > self._steps) & (self._survival * self._next >= self._bar)
-
-    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Hear what was accepted; the clock stops."""
-        steps = self._drafted = max(drafted, default=0)
-        # A draft that follows a plain round begins with the tokens that it has missed.
-        if self._caught_up or (steps == 0 and self._round > 1):
-            self.times.observe(steps, self._clock() - self._begun)
-        self._caught_up = steps > 0
-        if steps > 1:
-            self._asks = self._steps > 0
-        self._calibrate(drafted, accepted)
-        spent = 1 + self.times.c * steps
-        tested = [min(taken + 1, n) for n, taken in zip(drafted, accepted, strict=True)]
-        if steps:
-            self._everyone.add(sum(accepted), sum(tested))
-        for b, taken in enumerate(accepted):
-            if tested[b]:
-                self._trials[b].add(taken, tested[b])
-            self._tokens[b] = self._keep * self._tokens[b] + taken + 1
-            self._time[b] = self._keep * self._time[b] + spent
-
-    def _calibrate(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count the tokens whose confidence was seen and that verification tested."""
-        if not self._seen:
-            return
-        bins: list[int] = []
-        outcomes: list[bool] = []
-        rows = torch.stack(self._seen, 1).tolist()
-        for row, offered, taken in zip(rows, drafted, accepted, strict=True):
-            tested = row[: min(taken + 1, offered)]
-            bins += tested
-            outcomes += [j < taken for j in range(len(tested))]
-        self.table.observe(bins, outcomes)
-
-    def select(self, indices: Sequence[int]) -> None:
-        """Keep only these requests."""
-        self._trials = [self._trials[b] for b in indices]
-        self._tokens = [self._tokens[b] for b in indices]
-        self._time = [self._time[b] for b in indices]
-
-
-class _Trials:
-    """Accepted and tested draft tokens, forgetting by rounds."""
-
-    def __init__(self, keep: float) -> None:
-        self._keep, self._accepted, self._tested = keep, 0.0, 0.0
-
-    def add(self, accepted: int, tested: int) -> None:
-        self._accepted = self._keep * self._accepted + accepted
-        self._tested = self._keep * self._tested + tested
-
-    def rate(self, prior: float, trials: float) -> float:
-        """Return accepted / tested, with so many trials more at the prior rate."""
-        return (self._accepted + trials * prior) / (self._tested + trials)

@@ -95,6 +95,9 @@ class ModelDrafter:
         if begun is not None:
             tokens.append(begun[:, :shared])
             feed = torch.cat([feed, tokens[0]], 1)
+            if go_on is not None:
+                for token in tokens[0].T:
+                    go_on(token, None)
         going: Tensor | None = None  # [B], requests that propose more; None: all
         for i in range(shared, gamma):
             logits = self._cached.forward(feed, last_only=True)
@@ -111,8 +114,10 @@ class ModelDrafter:
             going = wanted if going is None else going & wanted
             if begun is not None and i + 1 < begun.shape[1]:
                 going |= begun[:, i + 1] >= 0
-            if not going.any():
+            count = sum(going.tolist())
+            if not count:
                 break
+            going = going if count < going.shape[0] else None
         if not tokens:
             return Draft(self._missing[:, :0])
         laws = laws[:1] * shared + laws  # of put tokens no law is read
