@@ -388,7 +388,15 @@ def test_tokens_that_all_requests_have_are_run_in_one_call():
     first = AggressiveDrafter([[1, 2, 3], [1, 2, 3, 0]])
     drafter = StackedDrafter(first, draft, continued=True)
     positions = start(drafter, [[1, 2], [3, 0]], needs_law=True)
-    proposed = drafter.propose(6, positions)
+    asked = []
+
+    def go_on(tokens, logits):
+        asked.append((tokens.tolist(), logits is not None))
+        return torch.tensor([True, True])
+
+    proposed = drafter.propose(6, positions, go_on)
+    assert asked[:3] == [([n, n], False) for n in (1, 2, 3)]
+    assert [had for _, had in asked] == [False] * 3 + [True] * 2
     assert proposed.tokens[:, :3].tolist() == [[1, 2, 3]] * 2 and proposed.tokens[1, 3] == 0
     assert proposed.kinds.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
     assert drafter.calls == 3

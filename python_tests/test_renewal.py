@@ -1,0 +1,314 @@
+"""The renewal rule: on simulated streams, by hand, in the loop; what it learns from rounds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from generate_models import tables
+from test_policies import PAIRS, Stream
+
+import specdec_ext
+from specdec_ext import theory
+from specdec_ext.decoding import RenewalRule
+from specdec_ext.decoding.calibration import Calibration, RoundTimes
+
+# --- on simulated streams ---------------------------------------------------------------------
+
+
+def renewal(stream: Stream, **options) -> RenewalRule:
+    policy = RenewalRule(24, clock=stream.clock, **options)
+    policy.start(stream.batch)
+    return policy
+
+
+@pytest.mark.parametrize(
+    "alpha, c, conditions",
+    [(*pair, {}) for pair in PAIRS]
+    + [(*pair, {"growth": 0.04}) for pair in PAIRS[:3]]
+    + [
+        (*pair, condition) for pair in PAIRS[1:3] for condition in ({"noise": 0.2}, {"asks": False})
+    ],
+    ids=str,
+)
+def test_renewal_finds_the_best_gamma(alpha, c, conditions):
+    """Within 6 % of theorem 8's maximum: 1,500 rounds have a standard error of up to 2 %."""
+    stream = Stream(c, lambda _: alpha, **conditions)
+    policy = renewal(stream)
+    stream.run(policy, 200)
+    factor, gamma = stream.run(policy, 1500)
+    c += conditions.get("growth", 0.0)
+    best = theory.optimal_gamma(alpha, c)
+    assert factor > 0.94 * theory.walltime_factor(alpha, best, c)
+    assert gamma == pytest.approx(best, rel=0.15, abs=0.6)
+    # With noise the standard error of c is about 0.12 (1 + c n) / sqrt(evidence / 2) = 0.02.
+    assert policy.times.c == pytest.approx(c, rel=0.15, abs=0.06 if "noise" in conditions else 0.03)
+
+
+@pytest.mark.parametrize("alpha, c", [(0.2, 0.3), (0.3, 0.6), (0.0, 0.05), (0.4, 2.0)])
+@pytest.mark.parametrize("guess", [0.01, 1.0])
+def test_renewal_switches_off_where_speculation_loses(alpha, c, guess):
+    """What is left are trials: two draft tokens every `probe` rounds."""
+    stream = Stream(c, lambda _: alpha)
+    policy = renewal(stream, c=guess)
+    stream.run(policy, 300)
+    factor, gamma = stream.run(policy, 1000)
+    assert gamma < 0.15
+    assert factor > 1 / (1 + 2.5 * c / policy.probe)
+
+
+def test_renewal_switches_on_again():
+    stream = Stream(0.2, lambda n: 0.05 if n < 500 else 0.85)
+    policy = renewal(stream, c=1.0)
+    assert stream.run(policy, 500)[1] < 0.3
+    stream.run(policy, 300)
+    factor, gamma = stream.run(policy, 1000)
+    best = theory.optimal_gamma(0.85, 0.2)
+    assert gamma == pytest.approx(best, abs=1) and factor > 2.0
+
+
+def test_renewal_decides_for_each_request():
+    """A request that the draft suits drafts, its mate does not, and keeps that when rows move."""
+    stream, rng, alphas = Stream(0.15, batch=2), random.Random(3), [0.9, 0.02]
+    policy = renewal(stream)
+
+    def run(rounds: int) -> list[float]:
+        totals = [0.0, 0.0]
+        for _ in range(rounds):
+            lengths = policy.lengths()
+            pairs = zip(lengths, alphas, strict=True)
+            accepted = [next((k for k in range(n) if rng.random() >= a), n) for n, a in pairs]
+            stream.now += 1 + 0.15 * max(lengths)
+            policy.commit(lengths, accepted)
+            totals = [total + n / rounds for total, n in zip(totals, lengths, strict=True)]
+        return totals
+
+    run(200)
+    good, bad = run(200)
+    assert good > 4 and bad < 0.3
+    policy.select([1, 0])
+    alphas.reverse()
+    bad, good = run(100)
+    assert good > 4 and bad < 0.3
+    policy.select([1])
+    assert len(policy.lengths()) == 1
+
+
+def test_confidence_pays_where_acceptance_varies():
+    """Above the best fixed gamma, which is blind to it, and below the oracle."""
+    confidences, c = (0.05, 0.3, 0.6, 0.9, 0.97, 0.99), 0.1
+    alpha = sum(confidences) / len(confidences)
+    fixed = theory.walltime_factor(alpha, theory.optimal_gamma(alpha, c), c)
+    stream = Stream(c, confidences=confidences)
+    policy = renewal(stream)
+    stream.run(policy, 300)
+    factor, _ = stream.run(policy, 1500)
+    assert 1.05 * fixed < factor < theory.oracle_factor(alpha, c)
+    found = policy.table.rates()
+    assert found[9] > 0.9 and found[6] == pytest.approx(0.6, abs=0.15) and found[0] < 0.2
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_confidence_is_not_asked_for_where_that_costs_more_than_it_gives(batch):
+    """Confidences that are all alike tell nothing; others are worth a little time."""
+    shares = []
+    for confidences, tick in (((0.8,), 0.02), ((0.05, 0.3, 0.6, 0.9, 0.97, 0.99), 0.002)):
+        stream = Stream(0.1, confidences=confidences, batch=batch, tick=tick)
+        policy = renewal(stream)
+        stream.run(policy, 300)
+        asked = 0
+        for _ in range(400):
+            stream.run(policy, 1)
+            asked += policy.go_on is not None
+        shares.append(asked / 400)
+    # Rounds whose number divides by 8 ask, whatever was learnt.
+    assert shares[0] < 0.2 and shares[1] > 0.9
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_renewal_knows_what_it_costs_to_draft_at_all(asks):
+    """One token may take another kernel than several: no draft pays then, or longer ones do."""
+    c, alpha = 0.05, 0.8
+    stream = Stream(c, lambda _: alpha, setup=0.5, asks=asks)
+    policy = renewal(stream)
+    stream.run(policy, 300)
+    factor, _ = stream.run(policy, 1500)
+    best = max(theory.expected_tokens(alpha, n) / (1.5 + c * n) for n in range(1, 25))
+    assert factor > 0.94 * best
+    assert policy.times.setup == pytest.approx(1.5, abs=0.15)
+    assert policy.times.c == pytest.approx(c / 1.5, abs=0.015)
+    stream = Stream(c, lambda _: 0.5, setup=1.2, asks=asks)  # 2 tokens at most, in 2.2 and more
+    policy = renewal(stream)
+    stream.run(policy, 300)
+    factor, gamma = stream.run(policy, 1000)
+    assert gamma < 0.15 and factor > 0.9
+
+
+def test_a_batch_does_not_wait_for_its_longest_drafts():
+    """Which most of its requests have no use for: decided one by one, this made 0.87."""
+    confidences, c = (0.05, 0.3, 0.6, 0.9, 0.97, 0.99), 0.1
+    alpha = sum(confidences) / len(confidences)
+    fixed = theory.walltime_factor(alpha, theory.optimal_gamma(alpha, c), c)
+    stream = Stream(c, confidences=confidences, batch=8)
+    policy = renewal(stream)
+    stream.run(policy, 200)
+    assert stream.run(policy, 600)[0] > 0.97 * fixed
+
+
+# --- by hand ----------------------------------------------------------------------------------
+
+
+def knowing(accepted_by_bin: dict[int, bool], **options) -> RenewalRule:
+    """A rule whose table has seen tokens of these bins all accepted, or all rejected."""
+    policy = RenewalRule(limit=8, clock=lambda: 0.0, **options)
+    policy.table = Calibration(memory=10**9)
+    for k, accepted in accepted_by_bin.items():
+        policy.table.observe([k] * 1000, [accepted] * 1000)
+    return policy
+
+
+def law(*confidences: float) -> torch.Tensor:
+    """Rows over two tokens that give token 0 these probabilities."""
+    first = torch.tensor(confidences)
+    return torch.stack([first, 1 - first], 1).log()
+
+
+def test_one_sure_request_does_not_make_a_batch_wait():
+    """Sums of P by hand: alpha is 1/2 of a request not seen yet, and rho the size of the batch."""
+    for batch, c, sure, goes in (
+        (1, 0.4, 1, True),  # 1 * 0.5 >= 0.4
+        (4, 0.4, 1, False),  # 0.5 < 4 * 0.4
+        (4, 0.4, 4, True),
+        (4, 0.1, 1, True),  # 0.5 >= 4 * 0.1
+    ):
+        policy = knowing({9: True, 0: False}, c=c)
+        policy.start(batch)
+        policy.lengths()
+        rows = law(*[0.97] * sure, *[0.02] * (batch - sure))
+        answer = policy.go_on(torch.zeros(batch, dtype=torch.int64), rows)
+        assert answer.tolist() == [goes] * sure + [False] * (batch - sure)
+
+
+def test_tokens_that_are_none_count_for_nothing():
+    policy = knowing({9: True}, c=0.2)
+    policy.start(2)
+    policy.lengths()
+    assert policy.go_on(torch.tensor([0, 0]), law(0.97, 0.97)).tolist() == [True, True]
+    policy.lengths()
+    assert policy.go_on(torch.tensor([0, -1]), law(0.97, 0.97)).tolist() == [True, False]
+    trials = policy.table.trials
+    policy.commit([2, 0], [1, 0])
+    assert policy.table.trials == pytest.approx(trials + 1)
+
+
+def test_what_confidence_says_is_joined_with_what_the_request_does():
+    """Of equal confidence, tokens of one request are accepted, those of the other are not."""
+    policy = RenewalRule(limit=2, c=0.0, clock=lambda: 0.0)
+    policy.start(2)
+    rng, tokens = random.Random(0), torch.zeros(2, dtype=torch.int64)
+    for round_ in range(400):
+        lengths = policy.lengths()
+        asked = policy.go_on is not None and lengths == [2, 2]
+        if asked:
+            policy.go_on(tokens, law(0.55, 0.55))
+        if asked and round_ > 300:
+            break
+        pairs = zip(lengths, (0.95, 0.2), strict=True)
+        accepted = [next((k for k in range(n) if rng.random() >= p), n) for n, p in pairs]
+        policy.commit(lengths, accepted)
+    assert policy._survival == pytest.approx([0.95, 0.2], abs=0.08)
+
+
+# --- what it learns ---------------------------------------------------------------------------
+
+
+def test_round_times():
+    times = RoundTimes(c=0.5)
+    assert times.c == 0.5
+    for _ in range(50):
+        times.observe(3, 2.5)
+    assert times.c == 0.5 and times.silent == 50  # n never varied: 1 + 3 c = 2.5 is one equation
+    for _ in range(5):
+        times.observe(0, 2.2)
+    assert times.c == pytest.approx(0.1 / 2.2) and times.silent == 1 and times.evidence == 10 * 9
+    times.observe(0, 1e3)  # the machine slept
+    assert times.c == pytest.approx(0.1 / 2.2)
+    for n in range(300):  # it forgets: a line of another slope
+        times.observe(n % 5, 1 + 0.3 * (n % 5))
+    assert times.c == pytest.approx(0.3)
+
+
+def test_round_times_on_a_machine_whose_speed_changes():
+    """Slow phases, and pauses in rounds of one length only, bias nothing."""
+    rng, times = random.Random(0), RoundTimes(c=1.0)
+    for round_ in range(400):
+        n = rng.choice([2, 3, 4])
+        speed = 1.6 if round_ // 20 % 2 else 1.0
+        pause = 5.0 if n == 4 and rng.random() < 0.2 else 0.0
+        times.observe(n, speed * (1 + 0.2 * n) + pause)
+    assert times.c == pytest.approx(0.2, abs=0.02)
+
+
+def test_round_times_of_plain_rounds():
+    """They may take less than the line of the others says, but not more."""
+    for plain, setup in ((1.0, 1.4), (1.4, 1.0), (2.0, 1.0)):
+        times = RoundTimes()
+        assert not times.plain_seen
+        for round_ in range(200):
+            n = 0 if round_ % 16 == 0 else 1 + round_ % 5
+            times.observe(n, 1.4 + 0.14 * n if n else plain)
+        assert times.plain_seen and times.plain_silent == 199 % 16
+        assert times.setup == pytest.approx(setup, rel=0.02)
+        assert times.c == pytest.approx(0.1, abs=0.01)
+
+
+def test_rounds_of_other_requests_are_not_compared():
+    times = RoundTimes(c=0.3)
+    for round_ in range(100):
+        times.part()
+        times.observe(round_ % 2 * 4, 1.0 + round_ % 2)
+    assert times.c == 0.3 and times.evidence == 0 and times.silent == 100
+
+
+def test_round_times_never_say_that_drafting_saves_time():
+    times = RoundTimes()
+    for n in range(100):
+        times.observe(n % 4, 2.0 - 0.4 * (n % 4))
+    assert times.c == 0.0
+    times = RoundTimes()
+    for n in range(100):
+        times.observe(n % 4, 0.0 if n % 4 == 0 else 1.0 * (n % 4))
+    assert 1 < times.c < 100
+
+
+def test_calibration():
+    table = Calibration(bins=4, memory=10**9)
+    assert [table.bin(p) for p in (0.0, 0.24, 0.25, 0.99, 1.0)] == [0, 0, 1, 3, 3]
+    assert table.rates() == [0.5] * 4
+    for _ in range(1000):
+        table.observe([0, 3, 3, 3, 3], [False, True, True, True, False])
+    rates = table.rates()
+    assert rates[0] == pytest.approx(0, abs=0.01) and rates[3] == pytest.approx(0.75, abs=0.01)
+    assert rates[1] == rates[2] == pytest.approx(0.6, abs=0.01)  # the mean, for want of trials
+
+
+# --- in the loop ------------------------------------------------------------------------------
+
+
+def test_renewal_in_the_loop():
+    """With time counted in calls: a draft that is worth it is used, one that is not is left."""
+    used = {}
+    for name, noise, c in (("good", 0.3, 0.05), ("bad", 4.0, 0.6)):
+        target, draft = tables(8, noise=noise)
+        now = [0.0]
+        for model, cost in ((target, 1.0), (draft, c)):
+            model.register_forward_hook(lambda *_, cost=cost, now=now: now.append(now.pop() + cost))
+        policy = RenewalRule(limit=8, clock=lambda now=now: now[0])
+        statistics = specdec_ext.generate(
+            target, draft, torch.tensor([[1, 2]]), max_new_tokens=600, temperature=1.0, seeds=1,
+            gamma=policy,
+        ).statistics  # fmt: skip
+        used[name] = statistics.draft_calls / statistics.rounds
+        assert policy.times.c == pytest.approx(c, rel=0.3)
+    assert used["good"] > 3 and used["bad"] < 0.3
