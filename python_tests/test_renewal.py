@@ -190,6 +190,19 @@ def test_one_sure_request_does_not_make_a_batch_wait():
         assert answer.tolist() == [goes] * sure + [False] * (batch - sure)
 
 
+def test_a_drafter_that_does_not_ask_is_told_a_length():
+    """A stack asks in some rounds and not in others."""
+    policy = knowing({5: True, 4: False}, c=0.2)
+    policy.start(1)
+    assert policy.lengths() == [8] and policy.go_on is not None
+    policy.commit([8], [4])
+    told = policy.lengths()
+    assert 1 <= told[0] < 8 and policy.go_on is not None
+    policy.go_on(torch.tensor([0]), None)
+    policy.commit([2], [2])
+    assert policy.lengths() == [8]
+
+
 def test_tokens_that_are_none_count_for_nothing():
     policy = knowing({9: True}, c=0.2)
     policy.start(2)

@@ -108,7 +108,7 @@ class RenewalRule:
         self._keep, self._clock = 1 - 1 / memory, clock
         self._everyone = _Trials(1 - 1 / (8 * memory))
         self._worth = self._price = 0.0  # of asking: tokens a round, seconds a round
-        self._answers = True  # whether the drafter asks go_on
+        self._was_asked = True  # when it could be
         self.start(0)
 
     def start(self, batch: int) -> None:
@@ -136,9 +136,9 @@ class RenewalRule:
         self._needed = rho * self.times.c
         self._share = self._needed / max(batch, 1) ** 2
         self._best = self._best_length(rho)
-        self._asks = self._answers and self._is_worth_asking()
-        length = self.limit if self._asks and self._best else self._best
-        length = self._explored(length, rho)
+        self._may_ask = self._is_worth_asking()
+        open_end = self._best > 0 and self._may_ask and self._was_asked
+        length = self._explored(self.limit if open_end else self._best, rho)
         self._lengths = [length if alpha >= self._share else 0 for alpha in self._alphas]
         if self._round % self.probe < 2 <= self._round:
             self._lengths = [max(length, 1) for length in self._lengths]
@@ -178,7 +178,7 @@ class RenewalRule:
     @property
     def go_on(self) -> GoOn | None:
         """Tells which requests draft another token; None: the lengths are all that ends drafts."""
-        return self._answer if self._asks else None
+        return self._answer if self._may_ask else None
 
     def _answer(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
         begun = self._clock()
@@ -219,8 +219,8 @@ class RenewalRule:
         if self._caught_up or (steps == 0 and self._round > 1):
             self.times.observe(steps, seconds)
         self._caught_up = steps > 0
-        if self._asks and steps > 1:
-            self._answers = bool(self._seen)
+        if self._may_ask and steps > 1:
+            self._was_asked = bool(self._seen)
         self._calibrate(drafted, accepted)
         self._appraise(steps)
         tested = [min(taken + 1, n) for n, taken in zip(drafted, accepted, strict=True)]
