@@ -91,7 +91,13 @@ def test_smoke(tmp_path, capsys):
         if record["shape"] == "chain":
             assert record["over_chain_of_budget"] == record["over_chain_of_depth"] == 0
     assert {r["temperature"] for r in payload["records"]} == {0.0, 1.0}
-    assert len(payload["machine"]["verdict"]) == 2
+    # Two contexts to search on may know no use for a whole budget: then no tree stands against it.
+    judged = {
+        r["temperature"]
+        for r in payload["records"]
+        if r["shape"] != "chain" and r["draft_tokens"] == 4
+    }
+    assert judged and len(payload["machine"]["verdict"]) == len(judged)
     with path.with_suffix(".csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == len(payload["records"])
     assert path.with_suffix(".md").read_text() in capsys.readouterr().out
