@@ -51,11 +51,11 @@ class HierarchicalDrafter(ModelDrafter):
     of the round in it: the target's block rule has seen more than the tokens it kept, so what a
     rejected round drew must not come again, and where the next round begins is no key for it.
 
-    What a draft begins with does not depend on how many tokens are asked for, nor on the other
-    requests of the batch. The drafter may be of any kind. A `RevisableDrafter`, as all that
-    propose something here are, is rolled back; any other one is started again on the text after
-    every round of the target. The host waits for the device once a round of the medium model, and
-    where the drafter has it wait.
+    What a draft begins with does not depend on how many tokens are asked for, nor, unless a policy
+    below makes it, on the other requests of the batch. The drafter may be of any kind. A
+    `RevisableDrafter`, as all that propose something here are, is rolled back; any other one is
+    started again on the text after every round of the target. The host waits for the device once a
+    round of the medium model, and where the drafter has it wait.
 
     The caller's logits processors bind the rows of every level whose vocabulary is the target's,
     each row behind what the target has, what the levels above it have emitted in this call, and
@@ -70,7 +70,7 @@ class HierarchicalDrafter(ModelDrafter):
     model verifies, as `policies` wants it; so the medium model's law is kept. Where the level above
     asks its requests for different numbers of tokens, or ends their drafts early, a policy that
     learns hears of rounds that only batch mates had use for; what a request emits then depends on
-    them, if not in law.
+    them, if not in law. (`RenewalRule` goes by batch mates anyway.)
 
     After Algorithm 3 of the follow-up report among the project's sources, in which the medium
     model verifies once and then fills the draft up token by token (``refill``). Printed there, the
