@@ -9,8 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import specdec_ext
 from specdec_ext import ops
-from specdec_ext.decoding.cache import CachedModel, GrowingLayer
+from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters.model import ModelDrafter
+from specdec_ext.decoding.layers import GrowingLayer
 
 NEW = 30
 RAGGED = [7, 4, 1, 7, 5]

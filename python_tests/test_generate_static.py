@@ -9,9 +9,10 @@ from test_generate_models import RAGGED, greedy
 
 import specdec_ext
 from specdec_ext.decoding import StaticTree
-from specdec_ext.decoding.cache import CachedModel, FixedLayer
+from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters.early_exit import first_layers
 from specdec_ext.decoding.drafters.hierarchy import HierarchicalDrafter
+from specdec_ext.decoding.layers import FixedLayer
 
 NEW = 20
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
 from specdec_ext.tree_masks import additive_mask
 
 try:
@@ -28,150 +27,15 @@ try:
         DynamicCache,
         DynamicLayer,
         DynamicSlidingWindowLayer,
-        StaticLayer,
     )
+
+    from specdec_ext.decoding.layers import FixedLayer, GrowingLayer
 except ImportError as error:
     raise ImportError(
         "specdec_ext.generate drives Hugging Face models: pip install 'specdec_ext[hf]'"
     ) from error
 
-__all__ = ["CachedModel", "FixedLayer", "GrowingLayer"]
-
-
-class GrowingLayer(DynamicLayer):
-    """Keys and values in a buffer with room: appending writes new slots, cropping moves a number.
-
-    `DynamicLayer` copies the whole layer for every token; this one, when the room runs out.
-
-    Parameters
-    ----------
-    room : int
-        Slots to allocate at first.
-    """
-
-    def __init__(self, room: int = 0) -> None:
-        super().__init__()
-        self.room = room
-        self.slots = 0
-        self._keys: Tensor
-        self._values: Tensor
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for keys and values of this kind."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._keys = self._allocate(key_states, self.room)
-        self._values = self._allocate(value_states, self.room)
-        self.is_initialized = True
-
-    @staticmethod
-    def _allocate(like: Tensor, room: int) -> Tensor:
-        batch, heads, _, size = like.shape
-        return like.new_empty(batch, heads, room, size)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append ``[B, heads, m, size]`` keys and values; return all of them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, new = self.slots, key_states.shape[-2]
-        if start + new > self._keys.shape[-2]:
-            room = max(start + new, 2 * self._keys.shape[-2])
-            grown = self._allocate(key_states, room), self._allocate(value_states, room)
-            grown[0].narrow(2, 0, start).copy_(self._keys.narrow(2, 0, start))
-            grown[1].narrow(2, 0, start).copy_(self._values.narrow(2, 0, start))
-            self._keys, self._values = grown
-        self._keys.narrow(2, start, new).copy_(key_states)
-        self._values.narrow(2, start, new).copy_(value_states)
-        return self._resize(start + new)
-
-    def _resize(self, slots: int) -> tuple[Tensor, Tensor]:
-        keys, values = self._keys.narrow(2, 0, slots), self._values.narrow(2, 0, slots)
-        self.slots, self.keys, self.values = slots, keys, values
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        """Return how many slots are in use."""
-        return self.slots
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` slots (transformers' sign: at most 0)."""
-        if self.is_initialized:
-            self._resize(self.slots + tokens_to_remove)
-
-    def gather(self, index: Tensor) -> None:
-        """Keep slots ``index`` ``[B, slots]`` of each row, in that order."""
-        if self.is_initialized:
-            _gather_slots(self._keys, index)
-            _gather_slots(self._values, index)
-            self._resize(index.shape[1])
-
-    def keep_path(self, path: Tensor, accepted: Tensor, starts: Tensor) -> None:
-        """Move nodes ``path`` of the tree at slot ``starts`` behind its root: `compact_kv`."""
-        if self.is_initialized:
-            keys, values = self._keys.transpose(1, 2), self._values.transpose(1, 2)
-            ops.compact_kv(keys, values, path, accepted, starts)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows of the batch."""
-        if self.is_initialized:
-            self._keys, self._values = self._keys[indices], self._values[indices]
-            self._resize(self.slots)
-
-
-class FixedLayer(StaticLayer):
-    """Keys and values in a buffer of one size, all of which attention sees: shapes never change.
-
-    What `StaticLayer` lacks: it rolls back and grows where it must.
-
-    Parameters
-    ----------
-    max_cache_len : int
-        Slots to allocate.
-    """
-
-    keys: Any
-    values: Any
-
-    def reserve(self, slots: int) -> None:
-        """Have at least this many slots."""
-        extra = slots - self.max_cache_len
-        if extra <= 0:
-            return
-        self.max_cache_len = slots
-        if self.is_initialized:
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` slots (transformers' sign: at most 0)."""
-        if self.is_initialized:
-            self.cumulative_length.add_(tokens_to_remove)
-
-    def gather(self, index: Tensor) -> None:
-        """Keep slots ``index`` ``[B, slots]`` of each row, in that order."""
-        if self.is_initialized:
-            _gather_slots(self.keys, index)
-            _gather_slots(self.values, index)
-            self.cumulative_length.fill_(index.shape[1])
-
-    def keep_path(self, path: Tensor, accepted: Tensor, starts: Tensor) -> None:
-        """Move nodes ``path`` of the tree at slot ``starts`` behind its root: `compact_kv`."""
-        if self.is_initialized:
-            keys, values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
-            ops.compact_kv(keys, values, path, accepted, starts)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows of the batch."""
-        if self.is_initialized:
-            self.keys, self.values = self.keys[indices], self.values[indices]
-            self.batch_size = len(indices)
-
-
-def _gather_slots(buffer: Tensor, index: Tensor) -> None:
-    """Move slots ``index`` ``[B, slots]`` of ``[B, heads, n, size]`` to the front, in order."""
-    wide = index[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-    buffer.narrow(2, 0, index.shape[1]).copy_(buffer.gather(2, wide))
+__all__ = ["CachedModel"]
 
 
 class CachedModel:
@@ -252,11 +116,7 @@ class CachedModel:
         self.lengths = [slots] * len(self.lengths) if self._mask is None else self._next.tolist()
 
     def forward(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
-        """Append ``tokens`` ``[B, m]`` to every row; return logits ``[B, m, V]``.
-
-        With ``last_only`` the logits of the last token, ``[B, 1, V]``. Ids outside the vocabulary
-        (a draft may have more tokens, or none to propose) are fed as its nearest id.
-        """
+        """Append tokens to every row: `HostedModel.forward`."""
         new = tokens.shape[1]
         kwargs: dict[str, Any] = {}
         if self._mask is not None:
@@ -283,18 +143,7 @@ class CachedModel:
         self._tree_next = self._next
 
     def forward_nodes(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> Tensor:
-        """Append nodes of a tree to every row; return logits ``[B, m, V]``.
-
-        Parameters
-        ----------
-        tokens : Tensor
-            ``[B, m]`` int64.
-        visible : Tensor
-            ``[B, m, t]`` bool, t the nodes appended since `begin_tree`, these included: a node sees
-            its ancestors and itself.
-        depths : Tensor
-            ``[B, m]`` or ``[m]`` int64, 0 for the root.
-        """
+        """Append nodes of a tree to every row: `HostedModel.forward_nodes`."""
         batch, new = tokens.shape
         start = self.slots - self._tree_slots
         self._tree_slots += new
@@ -318,18 +167,7 @@ class CachedModel:
         return logits
 
     def keep_nodes(self, nodes: Tensor, kept: Sequence[int], kept_tensor: Tensor) -> None:
-        """End a tree: of its nodes keep a path, as if nothing else had been run.
-
-        Parameters
-        ----------
-        nodes : Tensor
-            ``[B, n]`` int64, which nodes, ascending from 0; what is behind ``kept[b]`` of them is
-            ignored.
-        kept : sequence of int
-            How many, one number a row.
-        kept_tensor : Tensor
-            ``[B]``, the same numbers on the device.
-        """
+        """End a tree: `HostedModel.keep_nodes`."""
         count = self._tree_slots
         starts = torch.full_like(self.ends, self.slots - count)
         accepted = (kept_tensor - 1).clamp(min=0)
@@ -357,17 +195,7 @@ class CachedModel:
     def rollback(
         self, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
     ) -> None:
-        """Forget the last ``drop[b]`` tokens of row b.
-
-        Parameters
-        ----------
-        drop : sequence of int
-            One number a row.
-        drop_tensor : Tensor
-            ``[B]``, the same numbers on the device (so that none is uploaded).
-        across_holes : bool
-            Whether some of them were run before the last rollback, so that holes may lie between.
-        """
+        """Forget the last tokens of each row: `HostedModel.rollback`."""
         common, most = min(drop), max(drop)
         if most > common and self._mask is None:
             self._mask = torch.ones(

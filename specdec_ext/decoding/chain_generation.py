@@ -125,6 +125,7 @@ class ChainGeneration:
         "token",
         "coupled",
     )  # at temperature 0, the same as "greedy"
+    trees = False  # whether a round's draft is a tree
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class ChainGeneration:
 
     def start(self) -> None:
         """Run the prompts but their last tokens through both models."""
-        from specdec_ext.decoding.cache import CachedModel
+        from specdec_ext.decoding.hosting import host_model
 
         if not self.running:
             return
@@ -188,7 +189,14 @@ class ChainGeneration:
             if not self.padded_texts:
                 self.texts = [row[-n:] for row, n in zip(self.texts, lengths, strict=True)]
         room = self._room(ids.shape[1])
-        self.target = CachedModel(self.target_model, self.ends, room=room, static=self.static_cache)
+        self.target = host_model(
+            self.target_model,
+            self.ends,
+            room=room,
+            static=self.static_cache,
+            uneven=mask is not None or self.policy.limit > 0,
+            trees=self.trees,
+        )
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self.drafter.start(
             Requests(

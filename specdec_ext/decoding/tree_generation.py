@@ -24,6 +24,7 @@ class TreeGeneration(ChainGeneration):
     """As `ChainGeneration`, whose loop it shares; a round drafts and verifies a tree."""
 
     lossless = ("traversal", "recursive", "target_only", "coupled")
+    trees = True
     drafter: Any
 
     def step(self) -> list[Burst]:

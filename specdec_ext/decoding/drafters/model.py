@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests, begun_or, last_tokens
 
 if TYPE_CHECKING:
-    from specdec_ext.decoding.cache import CachedModel
+    from specdec_ext.decoding.hosting import HostedModel
 
 __all__ = ["ModelDrafter"]
 
@@ -42,7 +42,7 @@ class ModelDrafter:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._cached: CachedModel | None = None
+        self._cached: HostedModel | None = None
         self._requests: Requests
         self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
         self._heard: list[_Heard] = []  # what comes behind them, by others
@@ -54,11 +54,11 @@ class ModelDrafter:
 
     def start(self, requests: Requests) -> None:
         """Run the prompts but their last tokens."""
-        from specdec_ext.decoding.cache import CachedModel
+        from specdec_ext.decoding.hosting import host_model
 
         ids, mask = requests.input_ids, requests.attention_mask
         self._requests = requests
-        self._cached = CachedModel(
+        self._cached = host_model(
             self.model, requests.ends, room=requests.room, static=requests.static_cache
         )
         self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])

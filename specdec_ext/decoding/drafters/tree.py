@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
-from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters import Requests, last_tokens
+from specdec_ext.decoding.hosting import HostedModel, host_model
 from specdec_ext.decoding.trees import (
     GrownTree,
     StaticTree,
@@ -47,7 +47,7 @@ class TreeDrafter:
     def __init__(self, model: Any, tree: StaticTree | GrownTree) -> None:
         self.model = model
         self.tree = tree
-        self._cached: CachedModel | None = None
+        self._cached: HostedModel | None = None
         self._requests: Requests
         self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
         self._runs: Tensor  # [B, N]: which of the tokens run in this round a node is, -1: none
@@ -61,8 +61,12 @@ class TreeDrafter:
         """Run the prompts but their last tokens."""
         ids, mask = requests.input_ids, requests.attention_mask
         self._requests = requests
-        self._cached = CachedModel(
-            self.model, requests.ends, room=requests.room, static=requests.static_cache
+        self._cached = host_model(
+            self.model,
+            requests.ends,
+            room=requests.room,
+            static=requests.static_cache,
+            trees=True,
         )
         self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self._missing = ids[:, -1:]

@@ -1,0 +1,123 @@
+"""How a model is run for the requests of a batch: `HostedModel`, and `host_model`, which chooses.
+
+The loop and the drafters feed tokens, read rows of logits, and take rejected tokens back. What
+keeps the text behind those tokens (a key-value cache, say) is the hosted model's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["HostedModel", "host_model"]
+
+
+class HostedModel(Protocol):
+    """A causal model and what it remembers of each row, for rows that advance at different speeds.
+
+    Attributes
+    ----------
+    calls : int
+        Model calls since `prefill`.
+    lengths : list of int
+        Tokens that the model remembers, of each row.
+    """
+
+    calls: int
+    lengths: list[int]
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Run all of the prompts but their last tokens, ``[B, P - 1]``, left-padded."""
+
+    def forward(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
+        """Append ``tokens`` ``[B, m]`` to every row; return logits ``[B, m, V]``.
+
+        With ``last_only`` the logits of the last token, ``[B, 1, V]``. Ids outside the vocabulary
+        (a draft may have more tokens, or none to propose) are fed as its nearest id.
+        """
+
+    def rollback(
+        self, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
+    ) -> None:
+        """Forget the last ``drop[b]`` tokens of row b.
+
+        Parameters
+        ----------
+        drop : sequence of int
+            One number a row.
+        drop_tensor : Tensor
+            ``[B]``, the same numbers on the device (so that none is uploaded).
+        across_holes : bool
+            Whether some of them were run before the last rollback.
+        """
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these rows of the batch, given on the device and on the host."""
+
+    def begin_tree(self) -> None:
+        """Begin a tree: what `forward_nodes` appends from here on are its nodes."""
+
+    def forward_nodes(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> Tensor:
+        """Append nodes of a tree to every row; return logits ``[B, m, V]``.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, m]`` int64.
+        visible : Tensor
+            ``[B, m, t]`` bool, t the nodes appended since `begin_tree`, these included: a node sees
+            its ancestors and itself.
+        depths : Tensor
+            ``[B, m]`` or ``[m]`` int64, 0 for the root.
+        """
+
+    def keep_nodes(self, nodes: Tensor, kept: Sequence[int], kept_tensor: Tensor) -> None:
+        """End a tree: of its nodes keep a path, as if nothing else had been run.
+
+        Parameters
+        ----------
+        nodes : Tensor
+            ``[B, n]`` int64, ``kept[b]`` nodes from the root on, then anything.
+        kept : sequence of int
+            One number a row.
+        kept_tensor : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+
+
+def host_model(
+    model: Any,
+    ends: Tensor,
+    *,
+    room: int = 0,
+    static: bool = False,
+    uneven: bool = True,
+    trees: bool = False,
+) -> HostedModel:
+    """Choose how a model is run for a batch.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model called as Hugging Face models are.
+    ends : Tensor
+        ``[B]`` int64, the position at which each request must stop: no position id reaches it.
+    room : int
+        Slots that a cache allocates at first.
+    static : bool
+        Keep caches at one size, as compiled models want it.
+    uneven : bool
+        Whether rows may come to differ in length: by padding, or by what they accept.
+    trees : bool
+        Whether trees will be run.
+
+    Raises
+    ------
+    ValueError
+        The model cannot be run so; the message says why.
+    """
+    from specdec_ext.decoding.cache import CachedModel
+
+    return CachedModel(model, ends, room=room, static=static)
