@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,7 @@ from torch import Tensor
 from specdec_ext.tree_masks import additive_mask
 
 try:
-    from transformers.cache_utils import (
-        Cache,
-        DummyLayer,
-        DynamicCache,
-        DynamicLayer,
-        DynamicSlidingWindowLayer,
-    )
+    from transformers.cache_utils import Cache, DynamicCache
 
     from specdec_ext.decoding.layers import FixedLayer, GrowingLayer
 except ImportError as error:
@@ -35,7 +29,37 @@ except ImportError as error:
         "specdec_ext.generate drives Hugging Face models: pip install 'specdec_ext[hf]'"
     ) from error
 
-__all__ = ["CachedModel"]
+__all__ = [
+    "CachedModel",
+    "Traits",
+    "accepted_arguments",
+    "described",
+    "refuse_unsuitable",
+    "smallest_window",
+    "vocabulary_size",
+]
+
+#: Layers that hold keys and values alone (`DummyLayer`: none, another layer's are used).
+ATTENTION_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+
+
+class Traits(NamedTuple):
+    """How rows of different lengths may lie in one cache of a model; see `find_traits`.
+
+    Attributes
+    ----------
+    holes : bool
+        Whether masked slots may lie among a row's tokens. Where distance is counted in slots (a
+        sliding window, ALiBi), holes would stretch it: there they are closed at once.
+    padding : bool
+        Whether rows may begin at different slots, behind masked ones.
+    first : int or None
+        The position id of a text's first token; None: position ids are not given.
+    """
+
+    holes: bool = True
+    padding: bool = True
+    first: int | None = 0
 
 
 class CachedModel:
@@ -54,6 +78,8 @@ class CachedModel:
     static : bool
         Let the model see all allocated slots in every call, under a mask as wide: shapes depend on
         the number of new tokens alone, as a compiled model wants it.
+    traits : Traits
+        How the rows may lie.
     """
 
     def __init__(
@@ -64,6 +90,7 @@ class CachedModel:
         room: int = 0,
         compact_above: float = 0.25,
         static: bool = False,
+        traits: Traits = Traits(),  # noqa: B008  (immutable)
     ) -> None:
         # What keeps a state of each request, beside the cache, does so for one generation.
         self.model = model.begin() if hasattr(model, "begin") else model
@@ -72,10 +99,9 @@ class CachedModel:
         self.calls = 0
         self.static = static
         self.cache = _static_cache(model, room) if static else _growing_cache(room)
-        self.vocabulary = _vocabulary(model)
-        self._accepts = _accepted_arguments(model)
-        # Where distance is counted in slots (a sliding window, ALiBi), holes would stretch it.
-        self._dense = _has_window(model) or "position_ids" not in self._accepts
+        self.traits = traits
+        self._vocabulary = vocabulary_size(model)
+        self._accepts = accepted_arguments(model)
         self.slots = 0
         self.lengths = [0] * ends.shape[0]  # tokens in the cache, of each row
         self._mask: Tensor | None = None  # [B, capacity] int64; None: no padding and no hole
@@ -134,11 +160,6 @@ class CachedModel:
 
     def begin_tree(self) -> None:
         """Begin a tree: what `forward_nodes` appends from here on are its nodes."""
-        if self._dense:
-            raise ValueError(
-                f"generate: {type(self.model).__name__} counts distance in cache slots (a sliding "
-                "window, or no position_ids); trees need position ids of their own"
-            )
         self._tree_slots = 0
         self._tree_next = self._next
 
@@ -179,10 +200,12 @@ class CachedModel:
     def _call(self, tokens: Tensor, *, last_only: bool, **kwargs: Any) -> Tensor:
         if last_only and "logits_to_keep" in self._accepts:
             kwargs["logits_to_keep"] = 1
-        if "position_ids" not in self._accepts:
-            kwargs.pop("position_ids", None)
+        position_ids = kwargs.pop("position_ids", None)
+        if position_ids is not None and self.traits.first is not None:
+            kwargs["position_ids"] = position_ids + self.traits.first
+        last = None if self._vocabulary is None else self._vocabulary - 1
         output = self.model(
-            input_ids=tokens.clamp(min=0, max=self.vocabulary),
+            input_ids=tokens.clamp(min=0, max=last),
             past_key_values=self.cache,
             use_cache=True,
             **kwargs,
@@ -214,7 +237,7 @@ class CachedModel:
             return
         self._mask[:, self.slots :] = 1
         self._next = self._next - drop_tensor
-        self._compact(always=self._dense and most > common)
+        self._compact(always=not self.traits.holes and most > common)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these rows of the batch, given on the device and on the host."""
@@ -235,17 +258,37 @@ class CachedModel:
         assert self._mask is not None
         holes_first = self._mask[:, : self.slots].sort(dim=1, stable=True).indices
         kept = holes_first[:, self.slots - longest :]
-        layers: list[Any] = self.cache.layers
-        for layer in layers:
-            layer.gather(kept)
-        self.slots = longest
-        if min(self.lengths) == longest and not self.static:
-            self._mask = None
-            return
+        even = min(self.lengths) == longest
         padding = longest - self._next
         columns = torch.arange(longest, device=kept.device)
-        self._mask[:, :longest] = (columns >= padding[:, None]).long()
-        self._mask[:, longest:] = 1
+        self.arrange(kept, None if even else (columns >= padding[:, None]).long())
+
+    def arrange(self, index: Tensor, real: Tensor | None) -> None:
+        """Let the slots be others of those that are there.
+
+        Parameters
+        ----------
+        index : Tensor
+            ``[B, n]`` int64, which slot of each row comes where.
+        real : Tensor or None
+            ``[B, n]`` int64, 0 where a slot is to be masked. None: nowhere.
+        """
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
+            layer.gather(index)
+        self.slots = index.shape[1]
+        if real is None and not self.static:
+            self._mask = None
+            self.lengths = [self.slots] * len(self.lengths)
+            return
+        if real is None:
+            real = torch.ones_like(index)
+        if self._mask is None:
+            self._mask = torch.ones_like(index)
+        self._reserve(self.slots)
+        self._mask[:, : self.slots] = real
+        self._mask[:, self.slots :] = 1
+        self._next = real.sum(1)
 
     def _visible(self, slots: int) -> Tensor:
         """Return the mask of the first ``slots`` slots; of a static cache, of all slots.
@@ -277,7 +320,7 @@ def _growing_cache(room: int) -> Cache:
 
 def _static_cache(model: Any, room: int) -> Cache:
     """Return a cache whose layers are there before the first call: their size shapes its mask."""
-    config: Any = getattr(model, "config", None)
+    config: Any = getattr(described(model), "config", None)
     if not hasattr(config, "get_text_config"):
         raise ValueError(
             "generate: a static cache needs a Hugging Face causal model, got "
@@ -289,44 +332,72 @@ def _static_cache(model: Any, room: int) -> Cache:
     return Cache(layers=layers)
 
 
-def _vocabulary(model: Any) -> int | None:
-    """Return the largest id that the model can embed, if it says so."""
+def described(model: Any) -> Any:
+    """Return the model that has a configuration: a wrapper (DataParallel, say) may hold it."""
+    seen = model
+    for _ in range(3):  # wrappers of wrappers
+        if hasattr(seen, "config"):
+            return seen
+        seen = getattr(seen, "module", getattr(seen, "_orig_mod", None))
+    return model
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """Return how many ids the model can embed, if it says so."""
+    model = described(model)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     size = getattr(embeddings, "num_embeddings", None)
-    if size is None:
-        size = getattr(getattr(model, "config", None), "vocab_size", None)
-    return None if size is None else size - 1
+    return getattr(getattr(model, "config", None), "vocab_size", None) if size is None else size
 
 
-def _accepted_arguments(model: Any) -> set[str]:
+def accepted_arguments(model: Any) -> set[str]:
     """Return which of the optional arguments ``model.forward`` names (a bare wrapper: all)."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = inspect.signature(described(model).forward).parameters.values()
     if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return {"position_ids", "logits_to_keep", "past_key_values"}
     return {p.name for p in parameters}
 
 
-def _has_window(model: Any) -> bool:
-    """Tell whether a layer attends to a window; refuse models whose cache cannot roll back."""
+def _cache_layers(model: Any) -> list[Any]:
+    """Return the layers of the cache that a model would make itself, [] if it does not say."""
+    config = getattr(described(model), "config", None)
+    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
+        return []
+    return list(DynamicCache(config=config).layers)
+
+
+def smallest_window(model: Any) -> int | None:
+    """Return the smallest sliding window that a model's configuration tells of."""
+    layers = (layer for layer in _cache_layers(model) if layer.is_sliding)
+    return min((layer.sliding_window for layer in layers), default=None)
+
+
+def refuse_unsuitable(model: Any) -> None:
+    """Refuse models whose cache, as they describe it, cannot roll back.
+
+    Raises
+    ------
+    ValueError
+        An encoder-decoder that was not wrapped, or a model with more state than keys and values.
+    """
+    model = described(model)
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
-        return False
+        return
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"generate: {type(model).__name__} is an encoder-decoder; wrap it and its inputs in "
             "specdec_ext.decoding.encoder_decoder.encoded()"
         )
-    layers: list[Any] = DynamicCache(config=config).layers
-    for layer in layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+    for layer in _cache_layers(model):
+        if type(layer).__name__ not in ATTENTION_LAYERS:
             raise ValueError(
                 f"generate: {type(model).__name__} keeps a state that cannot roll back rejected "
                 f"tokens ({type(layer).__name__}); attention layers only"
             )
     # Others keep a state of their own (RWKV, xLSTM), or none: they would ignore the cache.
-    if getattr(model, "_is_stateful", False) or "past_key_values" not in _accepted_arguments(model):
+    if getattr(model, "_is_stateful", False) or "past_key_values" not in accepted_arguments(model):
         raise ValueError(
             f"generate: {type(model).__name__} has no key-value cache, so it cannot roll back "
             "rejected tokens; attention layers only"
         )
-    return any(layer.is_sliding for layer in layers)

@@ -9,24 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["HostedModel", "host_model"]
 
 
 class HostedModel(Protocol):
-    """A causal model and what it remembers of each row, for rows that advance at different speeds.
+    """A causal model and what it remembers of each row; rows may advance at different speeds."""
 
-    Attributes
-    ----------
-    calls : int
-        Model calls since `prefill`.
-    lengths : list of int
-        Tokens that the model remembers, of each row.
-    """
+    @property
+    def calls(self) -> int:
+        """Model calls since `prefill`."""
 
-    calls: int
-    lengths: list[int]
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that the model remembers, of each row."""
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
         """Run all of the prompts but their last tokens, ``[B, P - 1]``, left-padded."""
@@ -118,6 +116,33 @@ def host_model(
     ValueError
         The model cannot be run so; the message says why.
     """
-    from specdec_ext.decoding.cache import CachedModel
+    from specdec_ext.decoding import probe
+    from specdec_ext.decoding.cache import CachedModel, Traits, refuse_unsuitable
+    from specdec_ext.decoding.row_by_row import RowByRow
 
-    return CachedModel(model, ends, room=room, static=static)
+    refuse_unsuitable(model)
+    span = _slots(ends, room)
+    probe.check_model(model)
+    if static:
+        probe.check_static(model, span)
+    if trees:
+        probe.check_trees(model, span, static=static)
+    traits = Traits()
+    if static or trees or (uneven and ends.shape[0] > 1):
+        traits = probe.find_traits(model, span, static=static)
+
+    def open_row(b: int, end: Tensor) -> HostedModel:
+        row = CachedModel(model, end, room=room, static=static, traits=traits)
+        if hasattr(row.model, "begin"):  # what was encoded for all requests
+            row.model.select(torch.tensor([b], device=end.device))
+        return row
+
+    if uneven and ends.shape[0] > 1 and not traits.padding:
+        return RowByRow(open_row, ends)
+    return CachedModel(model, ends, room=room, static=static, traits=traits)
+
+
+def _slots(ends: Tensor, room: int) -> int:
+    """Return how many slots a cache may come to have, rounded up: a third more are holes."""
+    longest = int(ends.max()) if ends.numel() else 0
+    return 1 << (max(longest * 4 // 3, room) + 64).bit_length()
