@@ -197,10 +197,9 @@ class _Probe:
         self.static = static
         self.traits = Traits(first=None)  # as far as they are known
         self.device = _device(model)
-        text = _text(model, 2 * CONTEXT + TAIL + 1, self.device)
-        self.context, self.tail, self.other, self.branch = text.split(
-            [CONTEXT, TAIL, CONTEXT, 1], 1
-        )
+        text, other = _texts(model, CONTEXT + TAIL + 1, self.device)
+        self.context, self.tail, self.branch = text.split([CONTEXT, TAIL, 1], 1)
+        self.other = other[:, :CONTEXT]
 
     # ---- questions -------------------------------------------------------------------------------
 
@@ -459,8 +458,8 @@ def _device(model: Any) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _text(model: Any, length: int, device: torch.device) -> Tensor:
-    """Return ordinary tokens, ``[1, length]``, all different if there are as many."""
+def _texts(model: Any, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return two texts of ordinary tokens, ``[1, length]``, that differ everywhere."""
     config = getattr(described(model), "config", None)
     special = {
         token
@@ -470,8 +469,9 @@ def _text(model: Any, length: int, device: torch.device) -> Tensor:
     size = vocabulary_size(model) or 4 * length
     ordinary = [token for token in range(min(size, 8 * length)) if token not in special]
     tokens = ordinary or [0]
-    step = max(len(tokens) // length, 1)
-    return torch.tensor([[tokens[i * step % len(tokens)] for i in range(length)]], device=device)
+    step = max(len(tokens) // (length + 1), 1)
+    text = [[tokens[(i + k) * step % len(tokens)] for i in range(length)] for k in (0, 1)]
+    return torch.tensor(text[:1], device=device), torch.tensor(text[1:], device=device)
 
 
 def _listed(value: Any) -> list[Any]:
