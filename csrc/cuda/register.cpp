@@ -40,7 +40,7 @@ void run(const Call& call) {
   const int32_t device = output.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   Scratch scratch{output, {}};
   Kernels(call.params, cuda::Gpu{stream, Scratch::allocate, &scratch});
 }

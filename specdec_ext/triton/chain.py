@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .draw import Task, store_task
+from .draw import Task, no_siblings, store_task
 from .laws import (
     NO_LAW,
     POINT_MASS,
@@ -50,8 +50,9 @@ class Chain(NamedTuple):
     ids: Any  # max(V, Vd)
     broken: Any  # [1] int32, not 0: the draft's vocabulary is no map; or None
     target: Any  # Sampling
-    draft: Any  # Sampling, or None where no draft logits are given
+    draft: Any  # Sampling; NO_SAMPLING where no draft logits are given
     coins: Any
+    end: None = None  # see laws.py
 
 
 class Laws(NamedTuple):
@@ -132,9 +133,7 @@ def has_wild_uniform(coins, b, drafted, gamma):
 def begin_request(call, b, vocab):
     """Whether request b is at T = 0, and whether a parameter of it is out of range."""
     filters = filters_at(call.target, b, vocab)
-    bad = filters.out_of_range > 0
-    if call.draft is not None:
-        bad = bad | (filters_at(call.draft, b, vocab).out_of_range > 0)
+    bad = (filters.out_of_range > 0) | (filters_at(call.draft, b, vocab).out_of_range > 0)
     if call.broken is not None:
         bad = bad | (tl.load(call.broken) != 0)
     return is_greedy(filters), bad
@@ -230,4 +229,4 @@ def write_verdict(chain, laws, outputs, b, accepted, status, gamma, task):
 def task_after(row, residual, inflow, sampled, token, u):
     """Draw from the residual of a rejected token at a node with this inflow, or from the target."""
     draft = tl.where(sampled > 0, 1.0, 0.0).to(tl.float64)
-    return Task(row.to(tl.int64), residual.to(tl.int32), inflow, draft, token, u, None)
+    return Task(row.to(tl.int64), residual.to(tl.int32), inflow, draft, token, u, no_siblings())

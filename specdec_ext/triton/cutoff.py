@@ -67,6 +67,9 @@ class Work(NamedTuple):
     masses: Any  # [rows, tiles] int64, of rows with top-p over the whole row
 
 
+NO_WORK = Work(*[None] * len(Work._fields))
+
+
 # ---- selection ----------------------------------------------------------------------------------
 
 
@@ -238,7 +241,7 @@ def find_floors(first, second, summaries, work, first_rows, tiles, TILE: tl.cons
     row = tl.program_id(0).to(tl.int64)
     if row < first_rows:
         find_floor(first, summaries, work, row, row, tiles, TILE)
-    if second is not None:
+    if second.rows.data is not None:
         if second.rows.linear is None:
             if row >= first_rows:
                 find_floor(second, summaries, work, row - first_rows, row, tiles, TILE)
@@ -291,7 +294,7 @@ def collect(first, second, summaries, work, first_rows, tiles, splits, TILE: tl.
     split = (program % splits).to(tl.int32)
     if row < first_rows:
         collect_row(first, summaries, work, row, row, tiles, split, splits, TILE)
-    if second is not None:
+    if second.rows.data is not None:
         if second.rows.linear is None:
             if row >= first_rows:
                 collect_row(

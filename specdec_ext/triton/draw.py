@@ -17,6 +17,7 @@ from .laws import (
     INFINITY,
     NO_LAW,
     POINT_MASS,
+    absent,
     in_token_order,
     law_threshold,
     load_law,
@@ -46,8 +47,11 @@ class Children(NamedTuple):
     drawn: Any  # int32, drawn without replacement
 
 
+NO_CHILDREN = Children(*[None] * len(Children._fields))
+
+
 class Siblings(NamedTuple):
-    """The children of one node."""
+    """The children of one node of a tree; on a chain its pointers are absent, see `laws.Row`."""
 
     first: Any  # slots, int64
     last: Any  # the one after them
@@ -64,7 +68,7 @@ class Task(NamedTuple):
     draft: Any  # float64; 0: no draft law in the residual
     excluded: Any  # int64, -1: nothing
     u: Any  # float64
-    siblings: Any  # Siblings, of a tree's node; or None
+    siblings: Any  # Siblings
 
 
 #: A task in memory is this many float64, which hold each of its fields but the last exactly.
@@ -91,12 +95,18 @@ def siblings_at(children, b, node):
 
 
 @triton.jit
+def no_siblings():
+    """Stand for the children of a node of a chain."""
+    return Siblings(absent(), absent(), absent(), absent())
+
+
+@triton.jit
 def load_task(tasks, children, b):
-    """Read the task of request b; `children` is None where it is no tree."""
+    """Read the task of request b; `children` is NO_CHILDREN where it is no tree."""
     base = tasks + b * TASK_FIELDS
     row = tl.load(base).to(tl.int64)
-    siblings = None
-    if children is not None:
+    siblings = no_siblings()
+    if children.first is not None:
         siblings = siblings_at(children, b, row)
     return Task(
         row,
@@ -145,7 +155,7 @@ def draft_weights(draft, laws, b, task, tile, TILE: tl.constexpr):
     else:
         x = load_tile(source, tile, -INFINITY, TILE)
         found = weights_of(x, law.max, law.scale, law_threshold(law))
-    if task.siblings is not None:
+    if task.siblings.fixed.dtype.is_ptr():
         siblings = task.siblings
         found = without(found, 0.0, siblings.fixed, siblings.first, siblings.last, tile, TILE)
     return scale * found
@@ -156,7 +166,7 @@ def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr
     """Weights of a tile of a residual."""
     source = row_at(target, b, task.row)
     x = load_tile(source, tile, -INFINITY, TILE)
-    if task.siblings is not None:
+    if task.siblings.tried.dtype.is_ptr():
         siblings = task.siblings
         x = without(x, -INFINITY, siblings.tried, siblings.first, siblings.last, tile, TILE)
     else:
@@ -164,7 +174,7 @@ def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr
         x = tl.where(index == task.excluded, -INFINITY, x)
     scale = (task.target / law.z).to(tl.float32)
     weights = scale * weights_of(x, law.max, law.scale, law_threshold(law))
-    if draft is not None:
+    if draft.data is not None:
         if task.draft > 0.0:
             taken = draft_weights(draft, laws, b, task, tile, TILE)
             weights = tl.maximum(weights - taken, 0.0)

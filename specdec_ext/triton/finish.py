@@ -70,7 +70,7 @@ def exponential_law(
             extra = summed(summaries.extra, row, tiles)
         if greedy == 0:
             z, spread = combined_sum(summaries, row, tiles, top, scale, EXTRA)
-            if work is not None:
+            if work.floors is not None:
                 if has_filter(filters):
                     cutoff, z, spread = filtered_law(
                         work, source, filters, top, scale, row, tiles, EXTRA == ENTROPY, TILE
@@ -115,7 +115,7 @@ def finish_laws(
     row = tl.program_id(0).to(tl.int64)
     if row < first_rows:
         finish_row(first, summaries, work, laws, row, row, tiles, EXTRA, WANT_ARGMAX, TILE)
-    if second is not None:
+    if second.rows.data is not None:
         if row >= first_rows:
             finish_row(
                 second, summaries, work, laws, row - first_rows, row, tiles,

@@ -15,10 +15,20 @@ import torch
 import triton
 from torch import Tensor
 
-from .cutoff import MAX_CANDIDATES, Work, collect, find_floors
+from .cutoff import MAX_CANDIDATES, NO_WORK, Work, collect, find_floors
 from .finish import finish_laws
-from .law_pass import NOTHING, Batch, Summaries, law_pass
-from .laws import GROUP, LAW_FIELDS, Mask, Rows, Sampling, TokenMap
+from .law_pass import NO_BATCH, NOTHING, Batch, Summaries, law_pass
+from .laws import (
+    GROUP,
+    LAW_FIELDS,
+    NO_MAP,
+    NO_MASK,
+    NO_SAMPLING,
+    Mask,
+    Rows,
+    Sampling,
+    TokenMap,
+)
 from .philox import Coins
 
 #: Whether kernels are interpreted on the CPU: TRITON_INTERPRET as it was when they were defined.
@@ -71,10 +81,10 @@ def stride_of(tensor: Tensor | None, dim: int = 0) -> int:
     return tensor.stride(dim) if tensor is not None else 0
 
 
-def mask_of(words: Tensor | None, num_tokens: int) -> Mask | None:
+def mask_of(words: Tensor | None, num_tokens: int) -> Mask:
     """Describe a mask [R, W] or [B, S, W] over so many tokens."""
     if words is None:
-        return None
+        return NO_MASK
     return Mask(words, words.stride(0), words.stride(1) if words.dim() == 3 else 0, num_tokens)
 
 
@@ -83,8 +93,8 @@ def rows_of(
     index: Tensor | None = None,
     *,
     linear: bool = False,
-    mask: Mask | None = None,
-    token_map: TokenMap | None = None,
+    mask: Mask = NO_MASK,
+    token_map: TokenMap = NO_MAP,
 ) -> Rows:
     """Describe [R, V], [B, S, V], or with an index [B, S] a table [R, V] or [B, R, V]."""
     if tensor.dim() == 3:
@@ -153,7 +163,7 @@ def batch_of(
     sampling: Sampling,
     tokens: Tensor | None = None,
     lengths: Tensor | None = None,
-    target: Sampling | None = None,
+    target: Sampling = NO_SAMPLING,
     wanted: Tensor | None = None,
 ) -> Batch:
     """Describe rows, their parameters, the tokens [B, n] drafted at them, and which rows matter."""
@@ -177,7 +187,7 @@ def compute_laws(
     tiles: Tiling,
     first: Batch,
     first_rows: int,
-    second: Batch | None = None,
+    second: Batch = NO_BATCH,
     second_rows: int = 0,
     *,
     extra: Any = NOTHING,
@@ -185,10 +195,10 @@ def compute_laws(
 ) -> Tensor:
     """Compute the laws of the rows of two batches, [rows, LAW_FIELDS] float64."""
     rows = first_rows + second_rows
-    second = second if second_rows > 0 else None
+    second = second if second_rows > 0 else NO_BATCH
     new = first.rows.data.new_empty
     per_tile = (rows, tiles.number)
-    filters = has_filters(first.sampling) or (second is not None and has_filters(second.sampling))
+    filters = has_filters(first.sampling) or has_filters(second.sampling)
     groups = tiles.size // GROUP.value
     summaries = Summaries(
         new(per_tile, dtype=torch.float32),
@@ -205,7 +215,7 @@ def compute_laws(
         EXTRA=extra.value,
         **passes,
     )
-    work = None
+    work = NO_WORK
     if filters:
         work = Work(
             new(rows, dtype=torch.float32),

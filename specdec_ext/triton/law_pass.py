@@ -16,6 +16,8 @@ from .laws import (
     FLOAT_MAX,
     GROUP,
     INFINITY,
+    NO_ROWS,
+    NO_SAMPLING,
     filters_at,
     is_greedy,
     is_greedy_at,
@@ -47,8 +49,17 @@ class Batch(NamedTuple):
     num_tokens: Any  # n: later rows have none
     lengths: Any  # [B]: rows of a request after its length are not wanted; or None
     lengths_stride: Any
-    target: Any  # Sampling: rows of requests at T = 0 are not wanted; or None
+    target: Any  # Sampling: rows of requests at T = 0 are not wanted
     wanted: Any  # [B, steps] int8: which rows are, where only the device knows; or None
+    end: None = None  # see laws.py
+
+
+NO_BATCH = Batch(NO_ROWS, NO_SAMPLING, *[None] * 6, NO_SAMPLING, None)
+
+
+def is_given(batch: Batch) -> bool:
+    """Whether a batch has rows at all."""
+    return batch.rows.data is not None
 
 
 class Summaries(NamedTuple):
@@ -67,8 +78,7 @@ def is_wanted(batch, b, s):
     if batch.lengths is not None:
         length = tl.load(batch.lengths + b * batch.lengths_stride).to(tl.int64)
         wanted = s <= tl.maximum(length, 0)
-    if batch.target is not None:
-        wanted = wanted & (is_greedy_at(batch.target, b) == 0)
+    wanted = wanted & (is_greedy_at(batch.target, b) == 0)
     if batch.wanted is not None:
         wanted = wanted & (tl.load(batch.wanted + b * batch.rows.steps + s) != 0)
     return wanted
@@ -150,13 +160,13 @@ def law_pass(
     first, second, summaries, first_rows, tiles, splits,
     EXTRA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Scan the rows of two batches (`second` may be None). Grid: rows x splits."""
+    """Scan the rows of two batches (`second` may be NO_BATCH). Grid: rows x splits."""
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
     split = (program % splits).to(tl.int32)
     if row < first_rows:
         scan_row(first, summaries, row, row, tiles, split, splits, EXTRA, TILE)
-    if second is not None:
+    if second.rows.data is not None:
         if row >= first_rows:
             scan_row(
                 second, summaries, row - first_rows, row, tiles, split, splits,

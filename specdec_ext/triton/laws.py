@@ -4,6 +4,13 @@ Arguments travel in named tuples. A tensor that the caller did not give is None 
 knows at compile time: kernels are compiled for what is present, while sizes and strides stay run
 time values (Triton tells apart only 1, multiples of 16 and the rest).
 
+Triton 3.6 asks for three more habits. It compares no tuple with None that holds None: where a tuple
+is not given, all its fields are None, and its first tensor is asked. It returns no None from a
+device function: `absent()` stands for it there, which its type tells from a pointer. And a tuple
+that holds others ends with a field that is always None, `end`: a tuple's type is worked out when one
+of its own constants is set, in the order of its fields. Without a last one it would be that of
+before the constants of the tuples in it were set, and within branches and loops they would be None.
+
 Two habits of the kernels have their reason in the interpreter, which runs the same text in numpy: a
 scalar condition meets a vector through `tl.where`, never through `&`, and loop variables, which it
 makes Python ints, have no methods.
@@ -54,19 +61,23 @@ class Rows(NamedTuple):
     index_stride_b: Any
     index_stride_s: Any
     num_rows: Any
-    mask: Any  # Mask, or None
-    map: Any  # TokenMap, or None: entry i is token i
+    mask: Any  # Mask; NO_MASK: it hides nothing
+    map: Any  # TokenMap; NO_MAP: entry i is token i
+    end: None = None
 
 
 class Row(NamedTuple):
-    """One row; what its mask hides is in it as an entry of weight 0."""
+    """One row; what its mask hides is in it as an entry of weight 0.
+
+    Its last pointers may be absent, which is `absent()`: ask with ``.dtype.is_ptr()``.
+    """
 
     data: Any
     entries: Any  # how many; 0: no such row
-    words: Any  # of its mask, or None
     known: Any  # tokens that the mask and `places` know
-    tokens: Any  # token of each entry, or None: entry i is token i
-    places: Any  # where each token lies, or None; without `tokens`, entry i is token i there
+    words: Any  # of its mask; absent: it hides nothing
+    tokens: Any  # token of each entry; absent: entry i is token i
+    places: Any  # where each token lies; without `tokens`, entry i is token i there
 
 
 class Sampling(NamedTuple):
@@ -81,6 +92,12 @@ class Sampling(NamedTuple):
     top_p_stride: Any
     min_p: Any
     min_p_stride: Any
+
+
+NO_MASK = Mask(*[None] * len(Mask._fields))
+NO_MAP = TokenMap(*[None] * len(TokenMap._fields))
+NO_ROWS = Rows(*[None] * 10, NO_MASK, NO_MAP)
+NO_SAMPLING = Sampling(None, *[None, 0] * 4)  # T = 1 without filters
 
 
 # ---- what is made of it -------------------------------------------------------------------------
@@ -129,9 +146,15 @@ GROUP = tl.constexpr(128)
 
 
 @triton.jit
+def absent():
+    """Stand for an absent pointer in what a device function returns."""
+    return tl.full([], 0, tl.int1)
+
+
+@triton.jit
 def plain_row(data, entries):
     """Describe a list as a row that hides nothing."""
-    return Row(data, entries, None, entries, None, None)
+    return Row(data, entries, entries, absent(), absent(), absent())
 
 
 @triton.jit
@@ -140,34 +163,34 @@ def row_at(rows, b, s):
     place = s
     entries = rows.vocab
     known = rows.vocab
-    words = None
-    tokens = None
-    places = None
+    words = absent()
+    tokens = absent()
+    places = absent()
     if rows.index is not None:
         index = tl.load(rows.index + b * rows.index_stride_b + s * rows.index_stride_s)
         index = index.to(tl.int64)
         present = (index >= 0) & (index < rows.num_rows)
         place = tl.where(present, index, 0)
         entries = tl.where(present, rows.vocab, 0)
-    if rows.map is not None:
+    if rows.map.tokens is not None:
         entries = tl.where(tl.load(rows.map.broken) == 0, entries, 0)
         known = rows.map.num_tokens
         tokens = rows.map.tokens
         places = rows.map.places
-    if rows.mask is not None:
+    if rows.mask.words is not None:
         known = rows.mask.num_tokens
         words = rows.mask.words + b * rows.mask.stride_b + s * rows.mask.stride_s
     data = rows.data + b * rows.stride_b + place * rows.stride_s
-    return Row(data, entries, words, known, tokens, places)
+    return Row(data, entries, known, words, tokens, places)
 
 
 @triton.jit
 def in_token_order(source):
     """See the row of a reduced vocabulary in the order of the tokens; any other as it is."""
     found = source
-    if source.places is not None:
+    if source.places.dtype.is_ptr():
         entries = tl.where(source.entries > 0, source.known, 0)
-        found = Row(source.data, entries, source.words, source.known, None, source.places)
+        found = Row(source.data, entries, source.known, source.words, absent(), source.places)
     return found
 
 
@@ -183,7 +206,7 @@ def is_allowed(source, token):
 def tokens_of(source, offsets):
     """Tokens of the entries at `offsets`, -1 after the row's end in a reduced vocabulary."""
     tokens = offsets
-    if source.tokens is not None:
+    if source.tokens.dtype.is_ptr():
         tokens = tl.load(source.tokens + offsets, mask=offsets < source.entries, other=-1)
     return tokens
 
@@ -191,7 +214,7 @@ def tokens_of(source, offsets):
 @triton.jit
 def hide(source, offsets, values, padding):
     """Put `padding` where the mask of a row hides its entries, whatever they are."""
-    if source.words is not None:
+    if source.words.dtype.is_ptr():
         values = tl.where(is_allowed(source, tokens_of(source, offsets)), values, padding)
     return values
 
@@ -203,7 +226,7 @@ def load_tile(source, tile, padding, TILE: tl.constexpr):
     Whole tiles go without a mask, so that an odd vocabulary does not spoil the wide loads.
     """
     offsets = tile * TILE + tl.arange(0, TILE)
-    if source.places is not None and source.tokens is None:
+    if source.places.dtype.is_ptr() and not source.tokens.dtype.is_ptr():
         places = tl.load(source.places + offsets, mask=offsets < source.entries, other=-1)
         values = tl.load(source.data + places, mask=places >= 0, other=padding).to(tl.float32)
     elif tile * TILE + TILE <= source.entries:
@@ -219,11 +242,11 @@ def value_at(source, token):
     """Value of a row at a token (a scalar), -inf where the row has no such entry or hides it."""
     place = token
     inside = (token >= 0) & (token < source.entries)
-    if source.places is not None:
+    if source.places.dtype.is_ptr():
         known = (token >= 0) & (token < source.known)
         place = tl.load(source.places + tl.where(known, token, 0), mask=known, other=-1)
         inside = place >= 0
-    if source.words is not None:
+    if source.words.dtype.is_ptr():
         inside = inside & is_allowed(source, token)
     place = tl.where(inside, place, 0)
     return tl.load(source.data + place, mask=inside, other=-INFINITY).to(tl.float32)

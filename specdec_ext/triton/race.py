@@ -67,7 +67,7 @@ def neighbours_words(seed, position, stream, pair):
 @triton.jit
 def noise_words(source, seed, position, stream, tile, TILE: tl.constexpr):
     """64 random bits of each entry of a tile: those of its token."""
-    if source.tokens is None:
+    if not source.tokens.dtype.is_ptr():
         pairs = tile * (TILE // 2) + tl.arange(0, TILE // 2)
         even, odd = neighbours_words(seed, position, stream, pairs)
         words = tl.interleave(even, odd)

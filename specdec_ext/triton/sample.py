@@ -85,9 +85,8 @@ def sample(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> None:
     tiles = tiling(vocab)
     token_map = token_map_of(call.draft_token_ids, MAX_TOKENS, with_places=False)
     # How many tokens there are is not known here; the words of a mask say which may be drawn.
-    known = (
-        vocab if token_map is None or call.allowed_mask is None else 32 * call.allowed_mask.shape[1]
-    )
+    reduced = call.draft_token_ids is not None and call.allowed_mask is not None
+    known = 32 * call.allowed_mask.shape[1] if reduced else vocab
     rows = rows_of(call.logits, mask=mask_of(call.allowed_mask, known), token_map=token_map)
     sampling = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
     coins = coins_of(call.uniforms, call.seeds, call.positions, call.stream)

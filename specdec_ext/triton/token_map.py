@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
-from .laws import TokenMap
+from .laws import NO_MAP, TokenMap
 
 BLOCK = 1024
 
@@ -37,12 +37,10 @@ def turn_map(ids, ids_stride, tokens, places, broken, entries, num_tokens, BLOCK
         tl.store(broken, 1)  # whoever writes it, it is the same
 
 
-def token_map_of(
-    ids: Tensor | None, num_tokens: int, *, with_places: bool = True
-) -> TokenMap | None:
+def token_map_of(ids: Tensor | None, num_tokens: int, *, with_places: bool = True) -> TokenMap:
     """Describe the map of a draft's entries [Vd] into so many tokens."""
     if ids is None:
-        return None
+        return NO_MAP
     entries = ids.shape[0]
     tokens = ids.new_empty(entries, dtype=torch.int32)
     places = ids.new_full((num_tokens,), -1, dtype=torch.int32) if with_places else None

@@ -42,8 +42,9 @@ class Trees(NamedTuple):
     ids: Any  # max(V, Vd)
     broken: Any  # [1] int32, not 0: the draft's vocabulary is no map; or None
     target: Any  # Sampling
-    draft: Any  # Sampling, or None where no draft logits are given
+    draft: Any  # Sampling; NO_SAMPLING where no draft logits are given
     coins: Any
+    end: None = None  # see laws.py
 
 
 class Flow(NamedTuple):

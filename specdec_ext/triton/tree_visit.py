@@ -19,6 +19,7 @@ from .chain import NO_DRAFT_LAW, NO_TARGET_LAW
 from .draw import (
     Task,
     draft_weights,
+    no_siblings,
     residual_weights,
     siblings_at,
     store_task,
@@ -337,7 +338,7 @@ def write_verdict(trees, flow, laws, outputs, b, v, winner, acceptance, status, 
     u = coins_at(trees.coins, b, last, nodes - 1)
     nothing = tl.full([], -1, tl.int64)
     residual = (scale > 0.0).to(tl.int32)
-    store_task(outputs.tasks, b, Task(winner, residual, scale, share, nothing, u, None))
+    store_task(outputs.tasks, b, Task(winner, residual, scale, share, nothing, u, no_siblings()))
 
 
 @triton.jit(do_not_specialize=["nodes", "tiles"])

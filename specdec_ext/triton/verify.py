@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .chain import COLUMNS, Chain, Laws, Outputs, target_law
 from .draw import (
+    NO_CHILDREN,
     TASK_FIELDS,
     Children,
     draw_from_law,
@@ -45,9 +46,10 @@ from .launch import (
     stride_of,
     tiling,
 )
-from .law_pass import ENTROPY, NOTHING, RANK, Batch, summed
+from .law_pass import ENTROPY, NO_BATCH, NOTHING, RANK, Batch, is_given, summed
 from .laws import (
     NO_LAW,
+    NO_SAMPLING,
     POINT_MASS,
     TokenMap,
     load_laws,
@@ -205,7 +207,7 @@ def _decide_block(
     call: SimpleNamespace,
     shape: Shape,
     target: Batch,
-    draft: Batch | None,
+    draft: Batch,
     chain: Chain,
     laws: Laws,
     outputs: Outputs,
@@ -219,12 +221,12 @@ def _decide_block(
         new((batch, gamma + 1, tiles.number), dtype=torch.float64),
     )
     launch(flow_down, batch, chain, laws, flow, outputs, vocab, gamma, num_warps=1)
-    nodes = batch * max(gamma - 1, 0) if draft is not None else 0
+    nodes = batch * max(gamma - 1, 0) if is_given(draft) else 0
     splits = tiles.splits(nodes)
     launch(
         node_masses,
         nodes * splits,
-        *(target.rows, draft and draft.rows, laws, flow, gamma, tiles.number, splits),
+        *(target.rows, draft.rows, laws, flow, gamma, tiles.number, splits),
         TILE=tiles.size,
         num_warps=8,
     )
@@ -248,16 +250,16 @@ def _decide_stepwise(
 def draw_tokens(
     shape: Shape,
     target: Batch,
-    draft: Batch | None,
+    draft: Batch,
     laws: Laws,
     outputs: Outputs | TreeOutputs,
     *,
-    children: Children | None = None,
+    children: Children = NO_CHILDREN,
     raced: bool,
 ) -> None:
     """Draw the last token of every request."""
     batch, gamma, _, tiles = shape
-    sources = (target.rows, draft and draft.rows, laws, outputs.tasks, children)
+    sources = (target.rows, draft.rows, laws, outputs.tasks, children)
     tile = dict(TILE=tiles.size, num_warps=8)
     masses = sums = None
     if not raced:
@@ -295,7 +297,7 @@ def given_coins(call: SimpleNamespace) -> Coins:
     return coins_of(call.uniforms, call.seeds, call.positions, call.stream)
 
 
-def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap | None) -> Chain:
+def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Chain:
     tokens, kinds = call.draft_tokens, call.draft_kinds
     lengths = call.draft_lengths
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
@@ -311,16 +313,14 @@ def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap | None) -> 
         lengths,
         stride_of(lengths),
         vocab if draft is None else max(vocab, draft.shape[-1]),
-        None if token_map is None else token_map.broken,
+        token_map.broken,
         own,
-        draft_sampling_of(call) if call.draft_logits is not None else None,
+        draft_sampling_of(call) if call.draft_logits is not None else NO_SAMPLING,
         NO_COINS if call.rule == "coupled" else given_coins(call),
     )
 
 
-def _batches(
-    call: SimpleNamespace, chain: Chain, token_map: TokenMap | None
-) -> tuple[Batch, Batch | None]:
+def _batches(call: SimpleNamespace, chain: Chain, token_map: TokenMap) -> tuple[Batch, Batch]:
     """Target rows, and the draft's where the rule reads them."""
     greedy = call.rule in IGNORE_SAMPLING
     drafted = (call.draft_tokens, call.draft_lengths)
@@ -329,10 +329,10 @@ def _batches(
     target = batch_of(rows, sampling_of(greedy=True) if greedy else chain.target, *drafted)
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     if draft is None or call.rule not in READ_DRAFT or call.draft_tokens.shape[1] == 0:
-        return target, None
+        return target, NO_BATCH
     linear = call.draft_probs is not None
     rows = rows_of(draft, call.draft_rows, linear=linear, mask=mask, token_map=token_map)
-    return target, batch_of(rows, chain.draft or sampling_of(), *drafted, chain.target)
+    return target, batch_of(rows, chain.draft, *drafted, chain.target)
 
 
 def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleNamespace) -> None:
@@ -343,7 +343,7 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
     token_map = token_map_of(ids, vocab)
     chain = _chain_of(call, vocab, token_map)
     target, draft = _batches(call, chain, token_map)
-    shape = Shape(batch, gamma, vocab, tiling(vocab, draft.rows.vocab if draft else 1))
+    shape = Shape(batch, gamma, vocab, tiling(vocab, draft.rows.vocab or 1))
     first_draft = batch * (gamma + 1)
     data = compute_laws(
         shape.tiles,
@@ -353,7 +353,7 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
         batch * gamma,
         extra=EXTRAS.get(call.rule, NOTHING),
     )
-    laws = Laws(data, data[first_draft:] if draft else None)
+    laws = Laws(data, data[first_draft:] if is_given(draft) else None)
     raced = call.rule == "coupled"
     if raced:
         find_winners(shape.tiles, target.rows, given_coins(call), data)

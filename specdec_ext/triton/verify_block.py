@@ -24,7 +24,7 @@ from .chain import (
     task_after,
     write_verdict,
 )
-from .draw import Task, residual_weights
+from .draw import Task, no_siblings, residual_weights
 from .laws import NO_LAW, probability
 
 #: Tiles that one step of a sum over tiles takes.
@@ -112,7 +112,7 @@ def node_masses(target, draft, laws, flow, gamma, tiles, splits, TILE: tl.conste
         if (inflow < 1.0) & (sampled != 0):
             one = tl.full([], 1.0, tl.float64)
             nothing = tl.full([], -1, tl.int64)
-            task = Task(node, sampled.to(tl.int32), inflow, one, nothing, one, None)
+            task = Task(node, sampled.to(tl.int32), inflow, one, nothing, one, no_siblings())
             law = target_law(laws, b, node, gamma)
             place = flow.masses + (b * (gamma + 1) + node) * tiles
             for tile in range(split, tiles, splits):

@@ -30,8 +30,8 @@ from .launch import (
     stride_of,
     tiling,
 )
-from .law_pass import Batch
-from .laws import NO_LAW, TokenMap, load_laws, log_probability, row_at, value_at
+from .law_pass import NO_BATCH, Batch, is_given
+from .laws import NO_LAW, NO_SAMPLING, TokenMap, load_laws, log_probability, row_at, value_at
 from .race import find_winners
 from .token_map import token_map_of
 from .tree import Flow, Trees, open_trees
@@ -60,7 +60,7 @@ def write_logprobs(target, laws, outputs, nodes, NODES: tl.constexpr):
     tl.store(outputs.logprobs + place, logprob, mask=k < nodes)
 
 
-def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap | None) -> Trees:
+def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Trees:
     tokens, parents, kinds = call.tokens, call.parents, call.kinds
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     greedy = call.rule == "greedy"
@@ -71,26 +71,26 @@ def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap | None) -> 
         *(kinds, stride_of(kinds), stride_of(kinds, 1)),
         None if draft is None else 1,
         vocab if draft is None else max(vocab, draft.shape[-1]),
-        None if token_map is None else token_map.broken,
+        token_map.broken,
         sampling_of(greedy=True) if greedy else own,
-        draft_sampling_of(call) if call.draft_logits is not None and not greedy else None,
+        draft_sampling_of(call) if call.draft_logits is not None and not greedy else NO_SAMPLING,
         NO_COINS if call.rule == "coupled" else given_coins(call),
     )
 
 
 def _batches(
-    call: SimpleNamespace, trees: Trees, flow: Flow, token_map: TokenMap | None
-) -> tuple[Batch, Batch | None]:
+    call: SimpleNamespace, trees: Trees, flow: Flow, token_map: TokenMap
+) -> tuple[Batch, Batch]:
     """Target rows, and the draft's where the rule reads them: row v is what node v asks for."""
     mask = mask_of(call.allowed_mask, call.target_logits.shape[-1])
     rows = rows_of(call.target_logits, call.target_rows, mask=mask)
     target = batch_of(rows, trees.target, wanted=flow.wanted)
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     if draft is None or call.rule not in READ_DRAFT:
-        return target, None
+        return target, NO_BATCH
     linear = call.draft_probs is not None
     rows = rows_of(draft, call.draft_rows, linear=linear, mask=mask, token_map=token_map)
-    return target, batch_of(rows, trees.draft or sampling_of(), wanted=flow.wanted_draft)
+    return target, batch_of(rows, trees.draft, wanted=flow.wanted_draft)
 
 
 def _scratch(call: SimpleNamespace) -> tuple[Children, Flow]:
@@ -138,7 +138,7 @@ def verify_tree(
     trees = _trees_of(call, vocab, token_map)
     children, flow = _scratch(call)
     target, draft = _batches(call, trees, flow, token_map)
-    tiles = tiling(vocab, draft.rows.vocab if draft else 1)
+    tiles = tiling(vocab, draft.rows.vocab or 1)
     shape = Shape(batch, nodes - 1, vocab, tiles)
     tasks = call.target_logits.new_empty((batch, TASK_FIELDS.value), dtype=torch.float64)
     outputs = TreeOutputs(*results, tasks)
@@ -152,18 +152,19 @@ def verify_tree(
         STEP=STEP,
         num_warps=8,
     )
-    data = compute_laws(tiles, target, batch * nodes, draft, batch * nodes if draft else 0)
-    laws = Laws(data, data[batch * nodes :] if draft else None)
+    rows = batch * nodes
+    data = compute_laws(tiles, target, rows, draft, rows if is_given(draft) else 0)
+    laws = Laws(data, data[rows:] if is_given(draft) else None)
     raced = call.rule == "coupled"
     if raced:
         find_winners(tiles, target.rows, given_coins(call), data, depths=flow.depth)
     launch(
         judge_trees,
         batch,
-        *(trees, children, flow, target.rows, draft and draft.rows, laws, outputs),
+        *(trees, children, flow, target.rows, draft.rows, laws, outputs),
         *(nodes, tiles.number),
         WALKS=call.rule in WALKS,
-        READS_DRAFT=draft is not None,
+        READS_DRAFT=is_given(draft),
         RACED=raced,
         NODES=padded,
         TILE=tiles.size,
