@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     end: None = None  # see laws.py
 
 
-NO_BATCH = Batch(NO_ROWS, NO_SAMPLING, *[None] * 6, NO_SAMPLING, None)
+NO_BATCH = Batch._make([NO_ROWS, NO_SAMPLING, *[None] * 6, NO_SAMPLING, None, None])
 
 
 def is_given(batch: Batch) -> bool:

@@ -7,9 +7,9 @@ time values (Triton tells apart only 1, multiples of 16 and the rest).
 Triton 3.6 asks for three more habits. It compares no tuple with None that holds None: where a tuple
 is not given, all its fields are None, and its first tensor is asked. It returns no None from a
 device function: `absent()` stands for it there, which its type tells from a pointer. And a tuple
-that holds others ends with a field that is always None, `end`: a tuple's type is worked out when one
-of its own constants is set, in the order of its fields. Without a last one it would be that of
-before the constants of the tuples in it were set, and within branches and loops they would be None.
+that holds others ends with a field that is always None, `end`: the type of a tuple is worked out
+when one of its own constants is set, in the order of its fields. Without a last one it would be the
+type of before the constants in its tuples were set: None within branches and loops.
 
 Two habits of the kernels have their reason in the interpreter, which runs the same text in numpy: a
 scalar condition meets a vector through `tl.where`, never through `&`, and loop variables, which it
@@ -96,7 +96,7 @@ class Sampling(NamedTuple):
 
 NO_MASK = Mask(*[None] * len(Mask._fields))
 NO_MAP = TokenMap(*[None] * len(TokenMap._fields))
-NO_ROWS = Rows(*[None] * 10, NO_MASK, NO_MAP)
+NO_ROWS = Rows._make([*[None] * 10, NO_MASK, NO_MAP, None])
 NO_SAMPLING = Sampling(None, *[None, 0] * 4)  # T = 1 without filters
 
 
