@@ -2,24 +2,35 @@
 
     python benchmarks/gpu_report.py --budget-s 540
 
-It needs torch 2.11 or later with CUDA, nvcc of the same CUDA release, cmake, ninja, pybind11 and
-pytest, nothing that has to be downloaded. In this order, whatever fails on the way:
+It needs torch 2.11 or later with CUDA and pytest, nothing that has to be downloaded; to build it
+needs nvcc of the same CUDA release, cmake, ninja and pybind11 as well. In this order, whatever
+fails on the way:
 
 facts       GPU, driver, torch, CUDA, triton, nvcc, Python
-build       ``SPECDEC_CUDA=1 python setup.py build_ext --inplace`` against the torch found here
+build       ``SPECDEC_CUDA=1 python setup.py build_ext --inplace`` against the torch found here.
+            With ``--prebuilt DIR`` nothing is compiled: ``_C.so``, ``_C_cuda.so`` and ``_host.*.so``
+            are put in place from there, and every step runs on them
 peers       what other packages compile at their first call, while the build runs
 info        ``python -m specdec_ext info``
 smoke       a few calls of every operator (python_tests/gpu_smoke.py)
-tests       ``pytest -m gpu``; a kernel that breaks or hangs its process costs its own test only
 memcheck    compute-sanitizer over the same few calls; a tool that the machine refuses is said so,
 racecheck   with its own words
-prebuilt    with ``--prebuilt DIR``: the ``_C.so`` and ``_C_cuda.so`` in there, built elsewhere
-            (with another torch, say), loaded under the torch found here, and the few calls again
+tests       ``pytest -m gpu``; a kernel that breaks or hangs its process costs its own test only
 bench       benchmarks/bench_gpu.py --quick (or the arguments after ``--bench``)
 
-``--steps`` chooses some of them, ``--merge`` makes one report of several runs' JSON: where a
-command may only run for minutes, build and test in a first one and measure in the next. Time not
-used by a step is left to those after it.
+``--steps`` chooses some of them, ``--merge`` makes one report of several runs' JSON: time not used
+by a step is left to those after it.
+
+Where a GPU is lent for minutes, and commands of a few minutes each, build elsewhere: with the same
+Python, torch and nvcc, ``SPECDEC_CUDA=1 python setup.py build_ext --inplace``, and copy
+``specdec_ext/*.so`` into a folder that travels with the tree, ``.gpu`` here. Then two commands do:
+
+    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix -checks \\
+        --steps build info smoke memcheck racecheck tests
+    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix -bench \\
+        --steps build info bench
+
+and ``--merge CHECKS.json BENCH.json`` makes one report of theirs.
 
 A few packages make more of it, installed or on PYTHONPATH: flashinfer-python and apache-tvm-ffi
 (0.6.4 and 0.1.15 do with what torch brings, and nvcc compiles their kernels here), vllm;
@@ -48,6 +59,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,6 +73,7 @@ import common  # noqa: E402
 
 ROOT = common.ROOT
 TESTS = ROOT / "python_tests"
+PACKAGE = ROOT / "specdec_ext"
 TAIL = 4000  # characters of a step's output in the report
 SANITIZER_FOUND = 99  # exit code of compute-sanitizer for errors in the program
 REFUSALS = (
@@ -78,13 +91,16 @@ STEPS = {
     "peers": 4.0,  # beside the build, where there is one
     "info": 0.5,
     "smoke": 1.0,
-    "tests": 6.0,
     "memcheck": 1.5,
     "racecheck": 1.5,
-    "prebuilt": 1.0,
+    "tests": 6.0,
     "bench": 8.0,
 }
-LEAST = {"facts": 90.0, "build": 240.0, "info": 60.0, "smoke": 90.0, "tests": 150.0}  # seconds
+#: Seconds that a step is given even where its share is smaller.
+LEAST = {
+    **{"facts": 90.0, "build": 240.0, "info": 60.0, "smoke": 90.0, "tests": 150.0},
+    **{"memcheck": 100.0, "racecheck": 100.0},
+}
 
 
 @dataclass
@@ -162,9 +178,9 @@ class Report:
 # -------------------------------------------------------------------------------------------------
 
 
-def search_path(package: Path) -> str:
-    """Give a PYTHONPATH that finds the package in this folder first, then the tests' modules."""
-    paths = [str(package), str(TESTS), os.environ.get("PYTHONPATH", "")]
+def search_path() -> str:
+    """Give a PYTHONPATH that finds the source tree's package first, then the tests' modules."""
+    paths = [str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(filter(None, paths))
 
 
@@ -178,7 +194,7 @@ def run(
     """
     told = " ".join([*(f"{k}={v}" for k, v in variables.items()), shlex.join(command)])
     step = Step(name, told.replace(sys.executable, "python").replace(str(ROOT) + os.sep, ""))
-    ours = {"PYTHONPATH": search_path(ROOT), "PYTHONUNBUFFERED": "1"}
+    ours = {"PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1"}
     print(f"[{name}] at most {limit:.0f} s: {step.command}", flush=True)
     partial = report.options.out / f"{name}.partial"
     begin = time.perf_counter()
@@ -240,10 +256,31 @@ def facts(report: Report, limit: float) -> Step:
 
 
 def build(report: Report, limit: float) -> Step:
-    """Build the libraries in place."""
+    """Build the libraries in place, or put there what was built elsewhere."""
+    if report.options.prebuilt is not None:
+        return put_in_place(report.options.prebuilt, report.options.device)
     cuda = "1" if report.options.device.type == "cuda" else "0"
     command = python("setup.py", "build_ext", "--inplace")
     return run(report, "build", command, limit, SPECDEC_CUDA=cuda)[0]
+
+
+def put_in_place(folder: Path, device: torch.device) -> Step:
+    """Copy libraries into the package: those of the operators, and the host's for this Python."""
+    begin = time.perf_counter()
+    hosts = [f"_host{suffix}" for suffix in EXTENSION_SUFFIXES]  # the first names this Python
+    names = ["_C.so", *(["_C_cuda.so"] if device.type == "cuda" else [])]
+    names += [name for name in hosts if (folder / name).exists()][:1] or hosts[:1]
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        return Step("build", status="failed", note=f"{folder} has no {', '.join(missing)}")
+    for name in names:
+        # Renamed into place: a process may have loaded what lies there.
+        partial = PACKAGE / f"{name}.partial"
+        shutil.copyfile(folder / name, partial)
+        partial.replace(PACKAGE / name)
+    said = ", ".join(f"{name} ({(folder / name).stat().st_size / 1e6:.1f} MB)" for name in names)
+    seconds = round(time.perf_counter() - begin, 1)
+    return Step("build", status="ok", code=0, seconds=seconds, note=f"put in place: {said}")
 
 
 def peers(report: Report, limit: float) -> Step:
@@ -366,32 +403,6 @@ def judge_sanitizer(step: Step, text: str) -> Step:
     return step
 
 
-def prebuilt(report: Report, limit: float) -> Step:
-    """Load libraries that were built elsewhere, in a copy of the package, and make a few calls."""
-    folder = report.options.prebuilt
-    if folder is None:
-        return Step("prebuilt", note="no --prebuilt folder was given")
-    libraries = sorted(folder.glob("_C*.so"))
-    if not libraries:
-        return Step("prebuilt", status="failed", note=f"there is no _C*.so in {folder}")
-    on_gpu = (folder / "_C_cuda.so") in libraries and report.options.device.type == "cuda"
-    device, name = (report.options.device, "cuda") if on_gpu else ("cpu", "cpu")
-    with tempfile.TemporaryDirectory() as place:
-        package = Path(place) / "specdec_ext"
-        shutil.copytree(
-            ROOT / "specdec_ext", package, ignore=shutil.ignore_patterns("_C*.so", "__pycache__")
-        )
-        for library in libraries:
-            shutil.copy2(library, package / library.name)
-        command = python(TESTS / "gpu_smoke.py", "--device", str(device), "--backends", name)
-        step, text = run(report, "prebuilt", command, limit, PYTHONPATH=search_path(Path(place)))
-    if str(package) not in text:
-        step.status = "failed" if step.status == "ok" else step.status
-        step.note += " the copy of the package was not what ran"
-    step.note = f"{', '.join(x.name for x in libraries)}. {step.note}".strip()
-    return step
-
-
 def bench(report: Report, limit: float) -> Step:
     """Run the benchmark and take its results in, whatever came of it."""
     options = report.options
@@ -416,10 +427,9 @@ ACTIONS: Mapping[str, Callable[[Report, float], Step]] = {
     "peers": peers,
     "info": info,
     "smoke": smoke,
-    "tests": tests,
     "memcheck": sanitizer("memcheck"),
     "racecheck": sanitizer("racecheck"),
-    "prebuilt": prebuilt,
+    "tests": tests,
     "bench": bench,
 }
 
@@ -482,7 +492,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=1500.0, help="seconds for everything")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--prebuilt", type=Path, help="folder with _C.so and _C_cuda.so")
+    parser.add_argument("--prebuilt", type=Path, help="folder with libraries: build none")
     parser.add_argument("--tests", default="python_tests", help="more arguments of pytest")
     workers = min(8, max(common.cores() // 2, 1))
     parser.add_argument("--workers", type=int, default=workers, help="of pytest-xdist")

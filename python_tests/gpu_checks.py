@@ -59,8 +59,8 @@ class Target:
 
     def call(self, operator: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Call an operator with tensors from anywhere; what it returns stays on the device."""
-        args = tuple(placed(value, self.device) for value in args)
-        kwargs = {name: placed(value, self.device) for name, value in kwargs.items()}
+        args = tuple(placed(value, self.device, always=True) for value in args)
+        kwargs = {k: placed(value, self.device, always=True) for k, value in kwargs.items()}
         result = getattr(self.operators, operator)(*args, **kwargs)
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
@@ -83,21 +83,39 @@ def operator_of(case: Case) -> str:
     return "verify_tree" if isinstance(case, TreeCase) else "verify"
 
 
-def placed(value: Any, device: torch.device) -> Any:
-    """Copy a tensor with its strides and its misalignment; the gaps hold NaN (integers: -7)."""
-    if not isinstance(value, Tensor) or value.device == device:
+def placed(value: Any, device: torch.device, *, always: bool = False) -> Any:
+    """Copy a tensor with its strides and its misalignment; the gaps hold NaN (integers: -7).
+
+    One that is on the device stays. With `always` only one that this function has made does there
+    too, so that a CPU, where all tensors are from the start, meets the copies that a GPU is given.
+    """
+    if not isinstance(value, Tensor) or hasattr(value, "specdec_placed"):
+        return value
+    if value.device == device and not (always and device.type == "cpu"):
         return value
     last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
     size = value.storage_offset() + (last + 1 if value.numel() else 0)
     filling = torch.nan if value.dtype.is_floating_point else -7
     flat = torch.full((size,), filling, dtype=value.dtype, device=device)
     view = flat.as_strided(value.shape, value.stride(), value.storage_offset())
-    return view.copy_(value)
+    write(view, value)
+    view.specdec_placed = True
+    return view
+
+
+def write(there: Tensor, value: Tensor) -> None:
+    """Copy a tensor into another; what both repeat by a stride of 0 is copied once."""
+    for dim, (n, stride) in enumerate(zip(there.shape, there.stride(), strict=True)):
+        if n > 1 and stride == 0:
+            assert value.stride(dim) == 0, f"dimension {dim} is expanded there, but not here"
+            there, value = there.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    there.copy_(value)
 
 
 def on(case: Case, device: torch.device) -> Case:
-    """Place a case."""
-    return type(case)({k: placed(v, device) for k, v in case.inputs.items()}, case.name)
+    """Place a case, as copies on a CPU too."""
+    inputs = {k: placed(v, device, always=True) for k, v in case.inputs.items()}
+    return type(case)(inputs, case.name)
 
 
 def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -380,7 +398,7 @@ def fill(inputs: dict[str, Any], case: Case) -> None:
     """Copy a case's tensors into others."""
     for name, value in case.inputs.items():
         if isinstance(value, Tensor):
-            inputs[name].copy_(value)
+            write(inputs[name], value)
 
 
 def check_replay(

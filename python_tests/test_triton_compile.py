@@ -3,6 +3,8 @@
 The interpreter runs kernels as numpy, which takes more than Triton's compiler does. Here real
 launches, on CPU tensors whose data nothing reads, go to the compiler alone: the same arguments, so
 the same signatures and specialisations as on a GPU.
+
+It tests the Triton that Python finds; `make triton-floor` runs it with the oldest one supported.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from importlib import import_module
 
 import torch, triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import code_generator
 from triton.runtime import driver
 
 import specdec_ext.triton as backend
@@ -39,6 +42,19 @@ class Driver:
         return 0
 
 
+# Within branches and loops, Triton 3.6 works on clones of what a scope holds, made by their types: a
+# constant that a type does not know is None there, without a word.
+clone = getattr(code_generator, "_clone_triton_value", None)
+
+
+def clone_all(value):
+    made = clone(value)
+    assert str(made) == str(value), f"{value} became {made} in a branch or loop"
+    return made
+
+
+if clone is not None:
+    code_generator._clone_triton_value = clone_all
 driver.set_active(Driver())
 backend.is_interpreted = lambda: True  # lets CPU tensors pass
 run, compiled = triton.JITFunction.run, {}
