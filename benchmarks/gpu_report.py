@@ -8,8 +8,8 @@ fails on the way:
 
 facts       GPU, driver, torch, CUDA, triton, nvcc, Python
 build       ``SPECDEC_CUDA=1 python setup.py build_ext --inplace`` against the torch found here.
-            With ``--prebuilt DIR`` nothing is compiled: ``_C.so``, ``_C_cuda.so`` and ``_host.*.so``
-            are put in place from there, and every step runs on them
+            With ``--prebuilt DIR`` nothing is compiled: ``_C.so``, ``_C_cuda.so`` and
+            ``_host.*.so`` are put in place from there, and every step runs on them
 peers       what other packages compile at their first call, while the build runs
 info        ``python -m specdec_ext info``
 smoke       a few calls of every operator (python_tests/gpu_smoke.py)

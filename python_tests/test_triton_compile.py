@@ -42,8 +42,8 @@ class Driver:
         return 0
 
 
-# Within branches and loops, Triton 3.6 works on clones of what a scope holds, made by their types: a
-# constant that a type does not know is None there, without a word.
+# Within branches and loops, Triton 3.6 works on clones of what a scope holds, made by their types:
+# a constant that a type does not know is None there, without a word.
 clone = getattr(code_generator, "_clone_triton_value", None)
 
 
