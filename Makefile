@@ -1,4 +1,5 @@
-# make demo | test | bench | lint | sanitize | cuda-gate | clean: each sets up all that it needs.
+# make demo | test | bench | lint | sanitize | cuda-gate | test-floor | triton-floor | torch-floor |
+# clean: each sets up all that it needs.
 #
 # Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
 # CI=true always a fresh .venv, so that nothing installed by hand hides a missing step.
@@ -30,7 +31,7 @@ $(READY): .venv/pyvenv.cfg
 endif
 NATIVE := $(READY)-native
 
-.PHONY: demo test bench lint sanitize cuda-gate clean FORCE
+.PHONY: demo test bench lint sanitize cuda-gate test-floor triton-floor torch-floor clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
@@ -81,6 +82,42 @@ sanitize: $(READY)
 cuda-gate: $(READY)
 	$(PY) setup.py --quiet cuda_gate
 
+# ---- the oldest versions that pyproject.toml takes -----------------------------------------------
+
+TRANSFORMERS_FLOOR := 5.17.0
+TRITON_FLOOR := 3.6.0
+TRANSFORMERS := build/transformers-$(TRANSFORMERS_FLOOR)
+TRITON := build/triton-$(TRITON_FLOOR)
+
+# An environment with that transformers and what it asks for; beneath it, the one of all the rest.
+$(TRANSFORMERS)/ready: $(READY)
+	rm -rf $(@D)
+	$(PY) -m venv $(@D)
+	beneath=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	own=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "import site; site.addsitedir('$$beneath')" > "$$own/beneath.pth"
+	$(@D)/bin/python -m pip install --quiet transformers==$(TRANSFORMERS_FLOOR)
+	@touch $@
+
+# What runs models.
+test-floor: $(NATIVE) $(TRANSFORMERS)/ready
+	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q -n auto --maxprocesses 8 \
+	  python_tests/test_generate_*.py python_tests/test_drafters_*.py python_tests/test_hf.py \
+	  python_tests/test_encoder_decoder.py python_tests/test_assisted_law.py
+
+$(TRITON)/ready: $(READY)
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --no-deps --target $(@D) triton==$(TRITON_FLOOR)
+	@touch $@
+
+triton-floor: $(NATIVE) $(TRITON)/ready
+	PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 \
+	  python_tests/test_triton_compile.py
+
+torch-floor: $(READY)
+	$(PY) setup.py --quiet torch_floor
+
 clean:
-	rm -rf build/cmake-* build/cuda-gate build/sanitize build/ready-* build/lib* build/bdist* .venv/ready*
+	rm -rf build/cmake-* build/cuda-gate build/sanitize build/ready-* build/lib* build/bdist*
+	rm -rf build/transformers-* build/triton-* build/torch-* .venv/ready*
 	rm -f specdec_ext/*.so

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 import cmake
@@ -18,6 +20,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
 CMAKE = Path(cmake.CMAKE_BIN_DIR) / "cmake"
+TORCH_FLOOR = "2.11.0"
 CUDA = {"": "AUTO", "0": "OFF", "1": "ON"}
 
 
@@ -86,6 +89,37 @@ class CudaGate(BareCommand):
         run_cmake(gate, "_C_cuda", "-DSPECDEC_CUDA=ON", "-DSPECDEC_WERROR=ON")
 
 
+class TorchFloor(BareCommand):
+    """Compile what includes torch's headers against those of the oldest torch supported."""
+
+    def run(self) -> None:
+        """Take the headers out of its wheel, once, and compile."""
+        folder = ROOT / "build" / f"torch-{TORCH_FLOOR}"
+        headers = folder / "torch" / "include"
+        if not headers.exists():
+            self.fetch(folder)
+        run_cmake(
+            folder / "cmake",
+            "torch_headers",
+            f"-DSPECDEC_TORCH_HEADERS={headers}",
+            "-DSPECDEC_CUDA=OFF",
+            "-DSPECDEC_WERROR=ON",
+        )
+
+    def fetch(self, folder: Path) -> None:
+        """Download torch without what it depends on, and keep its headers alone."""
+        with tempfile.TemporaryDirectory() as place:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            wanted = ["--only-binary=:all:", "--dest", place, f"torch=={TORCH_FLOOR}"]
+            subprocess.run([*pip, *wanted], check=True)
+            (wheel,) = Path(place).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                names = [x for x in archive.namelist() if x.startswith("torch/include/")]
+                archive.extractall(Path(place) / "kept", names)
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.move(Path(place) / "kept" / "torch", folder / "torch")
+
+
 class Sanitize(BareCommand):
     """Run the CPU kernels under AddressSanitizer and UBSan, on inputs of every kind."""
 
@@ -109,5 +143,6 @@ setup(
         "build_ext": CMakeBuild,
         "cuda_gate": CudaGate,
         "sanitize": Sanitize,
+        "torch_floor": TorchFloor,
     },
 )

@@ -409,3 +409,17 @@ def test_every_core_function_is_compiled_for_the_device():
         called |= new
         todo += [bodies[name].split("{", 1)[1] for name in new]
     assert len(bodies) > 30 and called == set(bodies) - ONLY_ON_THE_HOST
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "name"),
+    [
+        ("transformers", "Makefile", "TRANSFORMERS_FLOOR :="),
+        ("triton", "Makefile", "TRITON_FLOOR :="),
+        ("torch", "setup.py", "TORCH_FLOOR ="),
+    ],
+)
+def test_what_is_tested_as_the_oldest_version_is_what_the_metadata_names(package, file, name):
+    said = re.findall(rf'"{package}>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    tested = re.search(rf'^{name} "?([\d.]+)', (ROOT / file).read_text(), re.MULTILINE)
+    assert said and {f"{version}.0" for version in said} == {tested[1]}
