@@ -285,8 +285,8 @@ def test_residual_weights_that_are_all_rounded_to_zero():
         launch.launch(
             verify.draw_last_tokens,
             1,
-            *(rows, None, verify.Laws(laws, None), task, None, masses, sums, accepted),
-            *(tokens, logprobs, 0, 1),
+            *(rows, verify.NO_BATCH.rows, verify.Laws(laws, None), task, verify.NO_CHILDREN),
+            *(masses, sums, accepted, tokens, logprobs, 0, 1),
             RACED=False,
             TILE=128,
         )
