@@ -268,7 +268,8 @@ def put_in_place(folder: Path, device: torch.device) -> Step:
     """Copy libraries into the package: those of the operators, and the host's for this Python."""
     begin = time.perf_counter()
     hosts = [f"_host{suffix}" for suffix in EXTENSION_SUFFIXES]  # the first names this Python
-    names = ["_C.so", *(["_C_cuda.so"] if device.type == "cuda" else [])]
+    has_cuda = device.type == "cuda" or (folder / "_C_cuda.so").exists()
+    names = ["_C.so", *(["_C_cuda.so"] if has_cuda else [])]
     names += [name for name in hosts if (folder / name).exists()][:1] or hosts[:1]
     missing = [name for name in names if not (folder / name).exists()]
     if missing:

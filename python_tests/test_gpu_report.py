@@ -837,9 +837,11 @@ def carried(tmp_path, monkeypatch):
     return tmp_path, host
 
 
-@pytest.mark.parametrize(("device", "cuda"), [("cuda:0", ["_C_cuda.so"]), ("cpu", [])])
+@pytest.mark.parametrize(("device", "cuda"), [("cuda:0", True), ("cpu", True), ("cpu", False)])
 def test_what_was_built_elsewhere_is_put_in_place(carried, monkeypatch, device, cuda):
     folder, host = carried
+    if not cuda:
+        (folder / "_C_cuda.so").unlink()
     monkeypatch.setattr(gpu_report, "run", lambda *_, **__: pytest.fail("something was built"))
     report = gpu_report.Report(
         gpu_report.parse(["--device", device, "--prebuilt", str(folder), "--out", str(folder)])
@@ -848,7 +850,7 @@ def test_what_was_built_elsewhere_is_put_in_place(carried, monkeypatch, device, 
     step = gpu_report.build(report, 1.0)
     assert step.status == "ok" and host in step.note
     found = {path.name: path.read_text() for path in gpu_report.PACKAGE.iterdir()}
-    assert found == {name: name for name in ["_C.so", *cuda, host]}
+    assert found == {name: name for name in ["_C.so", *["_C_cuda.so"] * cuda, host]}
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
