@@ -242,6 +242,31 @@ def test_assisted_generation_verifies_with_the_operator(rule, monkeypatch):
     assert chi_square(counts[law > 0], law[law > 0]) > 1e-6
 
 
+@pytest.mark.parametrize("is_done, kept, told", [(True, [4, 9], 1), (False, [4, 9, 2], 2)])
+def test_candidates_that_end_the_text(is_done, kept, told, monkeypatch):
+    # transformers 5.17 says whether they do: then no token follows the last one, if all are kept.
+    def theirs(
+        candidate_input_ids, candidate_logits, candidate_length, new_logits, is_done_candidate,
+        assistant_ensemble_weight=None,
+    ):  # fmt: skip
+        return "theirs", assistant_ensemble_weight
+
+    monkeypatch.setattr(generation_utils, "_speculative_sampling", theirs)
+    ids = torch.tensor([[7, 4, 9]])
+    certain = torch.full((1, 3, 12), -torch.inf)
+    certain[0, [0, 1, 2], [4, 9, 2]] = 0.0
+    with hf.assisted_generation():
+        patched = generation_utils._speculative_sampling
+        tokens, matches = patched(ids, certain[:, :2], 2, certain, is_done)
+        assert tokens.tolist() == [kept] and int(matches) == told
+        other = torch.full((1, 2, 12), 0.0)
+        certain[0, 0] = certain[0, 2]
+        tokens, matches = patched(ids, other, 2, certain, is_done)
+        assert tokens.tolist() == [[2]] and int(matches) == 0
+        weighted = patched(ids, other, 2, certain, is_done, assistant_ensemble_weight=0.5)
+        assert weighted == ("theirs", 0.5)
+
+
 def test_assisted_generation_restores_after_an_error_and_knows_its_rules():
     theirs = generation_utils._speculative_sampling
     with pytest.raises(RuntimeError, match="stop"), hf.assisted_generation():

@@ -5,6 +5,7 @@ Needs transformers (the extra ``hf``).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -262,27 +263,25 @@ def assisted_generation(rule: str = "block") -> Iterator[None]:
     if rule not in ("block", "token"):
         raise ValueError(f"assisted_generation: rule must be 'block' or 'token', got {rule!r}")
     original = _generation._speculative_sampling
+    signature = inspect.signature(original)
 
-    def verify(
-        candidate_input_ids: Tensor,
-        candidate_logits: Tensor,
-        candidate_length: int,
-        new_logits: Tensor,
-        assistant_ensemble_weight: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if assistant_ensemble_weight is not None:
-            theirs: tuple[Tensor, Tensor] = original(
-                candidate_input_ids, candidate_logits, candidate_length, new_logits,
-                assistant_ensemble_weight,
-            )  # fmt: skip
+    def verify(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("assistant_ensemble_weight") is not None:
+            theirs: tuple[Tensor, Tensor] = original(*args, **kwargs)
             return theirs
-        count = candidate_logits.shape[1]
-        drafted = candidate_input_ids[:, candidate_input_ids.shape[1] - count :]
+        candidates, draft_logits = given["candidate_input_ids"], given["candidate_logits"]
+        count = draft_logits.shape[1]
+        drafted = candidates[:, candidates.shape[1] - count :]
         coins = torch.rand(1, count + 1, dtype=torch.float64, device=drafted.device)
-        found = ops.verify(new_logits, drafted, candidate_logits, uniforms=coins, rule=rule)
+        found = ops.verify(given["new_logits"], drafted, draft_logits, uniforms=coins, rule=rule)
         if int(found.status) & ops.STATUS_NO_TARGET_LAW:
             raise ValueError("assisted_generation: the target's logits hold NaN or nothing finite")
         accepted = found.num_accepted[0]
+        if given.get("is_done_candidate", False) and int(accepted) == count:
+            # transformers 5.17: the text stops with the last candidate, which counts as the token
+            # behind those that were accepted.
+            return drafted, accepted - 1
         return found.tokens[:, : int(accepted) + 1], accepted
 
     _generation._speculative_sampling = verify

@@ -176,7 +176,8 @@ def row_at(rows, b, s):
         entries = tl.where(tl.load(rows.map.broken) == 0, entries, 0)
         known = rows.map.num_tokens
         tokens = rows.map.tokens
-        places = rows.map.places
+        if rows.map.places is not None:
+            places = rows.map.places
     if rows.mask.words is not None:
         known = rows.mask.num_tokens
         words = rows.mask.words + b * rows.mask.stride_b + s * rows.mask.stride_s
