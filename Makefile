@@ -99,11 +99,12 @@ $(TRANSFORMERS)/ready: $(READY)
 	$(@D)/bin/python -m pip install --quiet transformers==$(TRANSFORMERS_FLOOR)
 	@touch $@
 
-# What runs models.
+# The tests that run models.
+MODELS := generate_* drafters_* hf probe encoder_decoder recurrent* families assisted_law
+
 test-floor: $(NATIVE) $(TRANSFORMERS)/ready
 	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q -n auto --maxprocesses 8 \
-	  python_tests/test_generate_*.py python_tests/test_drafters_*.py python_tests/test_hf.py \
-	  python_tests/test_encoder_decoder.py python_tests/test_assisted_law.py
+	  $(wildcard $(MODELS:%=python_tests/test_%.py))
 
 $(TRITON)/ready: $(READY)
 	rm -rf $(@D)
