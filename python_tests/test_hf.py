@@ -263,6 +263,8 @@ def test_candidates_that_end_the_text(is_done, kept, told, monkeypatch):
         certain[0, 0] = certain[0, 2]
         tokens, matches = patched(ids, other, 2, certain, is_done)
         assert tokens.tolist() == [[2]] and int(matches) == 0
+        tokens, matches = patched(ids, other[:, :0], 0, certain[:, :1], is_done)
+        assert tokens.tolist() == [[2]] and int(matches) == 0
         weighted = patched(ids, other, 2, certain, is_done, assistant_ensemble_weight=0.5)
         assert weighted == ("theirs", 0.5)
 

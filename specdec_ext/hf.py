@@ -278,9 +278,9 @@ def assisted_generation(rule: str = "block") -> Iterator[None]:
         if int(found.status) & ops.STATUS_NO_TARGET_LAW:
             raise ValueError("assisted_generation: the target's logits hold NaN or nothing finite")
         accepted = found.num_accepted[0]
-        if given.get("is_done_candidate", False) and int(accepted) == count:
+        if given.get("is_done_candidate", False) and 0 < count == int(accepted):
             # transformers 5.17: the text stops with the last candidate, which counts as the token
-            # behind those that were accepted.
+            # behind those that were accepted. (Where the prompt alone looks done, it goes on.)
             return drafted, accepted - 1
         return found.tokens[:, : int(accepted) + 1], accepted
 
