@@ -205,7 +205,7 @@ def test_a_defect_is_told(here, monkeypatch):
     [
         (["--target=/nowhere"], "no checkpoint at /nowhere"),
         (["--rule=nosuch"], "block"),
-        (["--gamma=-1"], "gamma must be at least 0, got -1"),
+        (["--gamma=-1"], "gamma must be in [0, 65534], got -1"),
         (["--temperature=-1"], "temperature is out of range"),
         (["--max-new-tokens=0"], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt="], "--prompt is empty"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.decoding.checks import is_model, shown
 
 __all__ = [
     "Draft",
@@ -21,6 +22,7 @@ __all__ = [
     "RevisableDrafter",
     "as_drafter",
     "begun_or",
+    "check_distinct",
     "last_tokens",
     "only",
 ]
@@ -286,15 +288,82 @@ class NoDrafter:
         """Keep only these requests."""
 
 
-def as_drafter(draft: Any | Drafter | None) -> Drafter:
-    """Return the drafter that ``draft`` is, or the one that drives the model that it is."""
+def as_drafter(draft: Any | Drafter | None, name: str = "draft") -> Drafter:
+    """Return the drafter that ``draft`` is, or the one that drives the model that it is.
+
+    Parameters
+    ----------
+    draft : torch.nn.Module, Drafter or None
+        None: the drafter that proposes nothing.
+    name : str
+        The argument, as errors are to say it.
+
+    Raises
+    ------
+    TypeError
+        Something else, or a drafter that lacks a method.
+    """
     if draft is None:
         return NoDrafter()
-    if hasattr(draft, "propose") and hasattr(draft, "commit"):
-        return draft
+    if hasattr(draft, "propose") and not isinstance(draft, type):
+        methods = ("start", "propose", "commit", "select")
+        lacking = [method for method in methods if not callable(getattr(draft, method, None))]
+        if lacking:
+            raise TypeError(f"{name} must have {lacking[0]}(), as drafters do, got {shown(draft)}")
+        drafter: Drafter = draft
+        return drafter
+    if not is_model(draft):
+        raise TypeError(
+            f"{name} must be a causal language model, a Drafter or None, got {shown(draft)}"
+        )
     from specdec_ext.decoding.drafters.model import ModelDrafter
 
     return ModelDrafter(draft)
+
+
+def check_distinct(name: str, drafter: Any, *policies: Any) -> None:
+    """Check that no drafter, policy or threshold stands in two places: each has one's state.
+
+    Parameters
+    ----------
+    name : str
+        The argument, as errors are to say it.
+    drafter : Drafter
+        One that may hold others, as stacks and hierarchies do.
+    *policies : GammaPolicy
+        Those used beside it.
+
+    Raises
+    ------
+    ValueError
+        One object comes twice.
+    """
+    seen: set[int] = set()
+    for part in (*_parts(drafter), *(part for policy in policies for part in _learners(policy))):
+        if id(part) in seen:
+            raise ValueError(
+                f"{name} must use each drafter, policy and threshold in one place (it keeps the "
+                f"state of that place), got one {type(part).__name__} twice"
+            )
+        seen.add(id(part))
+
+
+def _parts(drafter: Any) -> Iterator[Any]:
+    """Yield a drafter, the policy that it has for others, and the drafters in it."""
+    yield drafter
+    yield from _learners(getattr(drafter, "policy", None))
+    for inner in (*getattr(drafter, "drafters", ()), getattr(drafter, "draft", None)):
+        if hasattr(inner, "propose"):
+            yield from _parts(inner)
+
+
+def _learners(policy: Any) -> Iterator[Any]:
+    """Yield a policy, and the threshold that it moves."""
+    if policy is not None:
+        yield policy
+        threshold = getattr(policy, "threshold", None)
+        if hasattr(threshold, "commit"):
+            yield threshold
 
 
 def last_tokens(history: Tensor, last: Sequence[int], last_tensor: Tensor, width: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from specdec_ext.decoding.checks import integer
 from specdec_ext.decoding.drafters.model import ModelDrafter
 
 __all__ = ["EarlyExitDrafter", "first_layers"]
@@ -77,8 +78,7 @@ def first_layers(model: Any, layers: int) -> Any:
     >>> first.lm_head.weight is model.lm_head.weight
     True
     """
-    if isinstance(layers, bool) or not isinstance(layers, int):
-        raise TypeError(f"early exit: layers must be an int, got {type(layers).__name__}")
+    layers = integer("early exit: layers", layers)
     *parents, name = _path_of_layers(model).split(".")
     view = holder = _shallow_copy(model)
     for parent in parents:

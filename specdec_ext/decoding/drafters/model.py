@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.checks import is_model, shown
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests, begun_or, last_tokens
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class ModelDrafter:
     """
 
     def __init__(self, model: Any) -> None:
+        if not is_model(model):
+            raise TypeError(
+                f"{type(self).__name__}: model must be a causal language model, called as Hugging "
+                f"Face models are, got {shown(model)}"
+            )
         self.model = model
         self._cached: HostedModel | None = None
         self._requests: Requests
