@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
 from specdec_ext.decoding.checks import (
     integer,
     is_model,
@@ -213,12 +212,13 @@ def rule_options(
     options["beta"] = integer("generate: beta", beta)
     # What a rule is called and what its numbers may be is the operators' to say, before models run.
     logits, ids = torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.int64)
-    seeds = ids[0]
+    coins = {"seeds": ids[0], "positions": ids[0]}
+    operators = torch.ops.specdec
     try:
         if tree:
-            ops.verify_tree(logits, ids, ids - 1, seeds=seeds, positions=seeds, rule=rule)
+            operators.verify_tree(logits, ids, ids - 1, rule=rule, **coins)
         else:
-            ops.verify(logits, ids[:, :0], seeds=seeds, positions=seeds, rule=rule, **options)
+            operators.verify(logits, ids[:, :0], rule=rule, **coins, **options)
     except ValueError as error:
         operator = "verify_tree" if tree else "verify"
         raise ValueError(f"generate{str(error).removeprefix(operator)}") from None
@@ -299,7 +299,7 @@ def stop_sequences(given: Iterable[Sequence[int]] | None) -> list[list[int]]:
         raise TypeError(
             f"generate: stop_sequences must be sequences of token ids, got {shown(given)}"
         )
-    return [token_ids("generate: each of stop_sequences", ids, low=None) for ids in several]
+    return [token_ids("generate: ids of each of stop_sequences", ids, low=None) for ids in several]
 
 
 def stop_strings(given: str | Sequence[str] | None, tokenizer: Any) -> list[str]:

@@ -253,9 +253,10 @@ def _progress_bar(
 
 def _prepare(given: SimpleNamespace) -> ChainGeneration:
     """Check the arguments of `generate`, and bring them to one form."""
-    target, draft, tree = given.target, given.draft, given.tree
+    target, tree, ids = given.target, given.tree, given.input_ids
     arguments.check_target(target)
-    arguments.check_prompts(given.input_ids, given.attention_mask, target)
+    kind, drafter, policy = _drafting(given)
+    arguments.check_prompts(ids, given.attention_mask, target)
     flags = {
         name: flag(f"generate: {name}", getattr(given, name))
         for name in ("raw_logprobs", "padded_texts", "static_cache", "progress")
@@ -264,8 +265,7 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
         raise TypeError(
             f"generate: on_round must be a callable or None, got {shown(given.on_round)}"
         )
-    batch, device = given.input_ids.shape[0], given.input_ids.device
-    limits = arguments.new_token_limits(given.max_new_tokens, batch)
+    batch, device = ids.shape[0], ids.device
     filters, greedy = arguments.filters(
         batch,
         device,
@@ -274,38 +274,22 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
     rule = given.rule
     if rule is None:
         rule = "block" if tree is None else "traversal"
-    numbers = ("lenience", "beta", "tau", "epsilon", "delta")
-    rule_options = arguments.rule_options(
-        rule, tree=tree is not None, **{name: getattr(given, name) for name in numbers}
-    )
     greedy = greedy or rule == "greedy"
-    seeds = arguments.seeds(given.seeds, given.generator, batch, device, unused=greedy)
-    if getattr(target, "training", False) or getattr(draft, "training", False):
-        warnings.warn(
-            "generate: a model is in training mode; without eval(), dropout is part of its law",
-            stacklevel=3,
-        )
+    rule_options = arguments.rule_options(
+        rule,
+        tree=tree is not None,
+        **{name: getattr(given, name) for name in ("lenience", "beta", "tau", "epsilon", "delta")},
+    )
     stop = arguments.stop_tokens(target, given.eos_token_id)
-    kind: type[ChainGeneration] = ChainGeneration
-    policy = as_policy("generate: gamma", given.gamma)
-    if tree is None:
-        drafter = as_drafter(draft, "generate: draft")
-        policy = FixedGamma(0) if draft is None else policy
-        check_distinct("generate: draft", drafter, policy)
-    else:
-        from specdec_ext.decoding.tree_generation import TreeGeneration
-
-        kind, drafter, policy = TreeGeneration, _tree_drafter(draft, tree), FixedGamma(tree.depth)
-    return kind(
+    generation = kind(
         target,
         drafter,
-        given.input_ids,
+        ids,
         given.attention_mask,
-        limits=limits,
+        limits=arguments.new_token_limits(given.max_new_tokens, batch),
         policy=policy,
         filters=filters,
         greedy=greedy,
-        seeds=seeds,
         rule=rule,
         rule_options={**rule_options, "raw_logprobs": flags["raw_logprobs"]},
         processors=arguments.callables("logits_processor", given.logits_processor),
@@ -317,10 +301,32 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
             given.stopping_criteria,
             device,
         ),
-        pad=arguments.pad_token(target, given.pad_token_id, stop, given.input_ids.dtype),
+        pad=arguments.pad_token(target, given.pad_token_id, stop, ids.dtype),
         padded_texts=flags["padded_texts"],
         static_cache=flags["static_cache"],
+        # Last: what is refused draws nothing from torch's generator.
+        seeds=arguments.seeds(given.seeds, given.generator, batch, device, unused=greedy),
     )
+    if getattr(target, "training", False) or getattr(given.draft, "training", False):
+        warnings.warn(
+            "generate: a model is in training mode; without eval(), dropout is part of its law",
+            stacklevel=3,
+        )
+    return generation
+
+
+def _drafting(given: SimpleNamespace) -> tuple[type[ChainGeneration], Any, GammaPolicy]:
+    """Return how a round runs, who drafts in it, and who says how much."""
+    policy = as_policy("generate: gamma", given.gamma)
+    if given.tree is not None:
+        from specdec_ext.decoding.tree_generation import TreeGeneration
+
+        drafter = _tree_drafter(given.draft, given.tree)
+        return TreeGeneration, drafter, FixedGamma(given.tree.depth)
+    drafter = as_drafter(given.draft, "generate: draft")
+    policy = FixedGamma(0) if given.draft is None else policy
+    check_distinct("generate: draft", drafter, policy)
+    return ChainGeneration, drafter, policy
 
 
 def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:

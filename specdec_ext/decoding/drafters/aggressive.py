@@ -91,7 +91,8 @@ class AggressiveDrafter(TextDrafter[_Alignment]):
                     f"{name} must be sequences of token ids or None, got {shown(inputs)}"
                 )
             self.inputs = [
-                token_ids(f"{name} of request {b}", ids) for b, ids in enumerate(several)
+                token_ids(f"AggressiveDrafter: ids of input {b}", ids)
+                for b, ids in enumerate(several)
             ]
 
     def _reader(self, request: int, prompt: list[int]) -> _Alignment:

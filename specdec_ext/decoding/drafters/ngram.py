@@ -149,7 +149,7 @@ class NgramDrafter(TextDrafter[_Reader]):
                 f"NgramDrafter: texts must be sequences of token ids, got {shown(texts)}"
             )
         for k, text in enumerate(texts):
-            self._shared.add(token_ids(f"NgramDrafter: text {k}", text, 0, vocab_size - 1))
+            self._shared.add(token_ids(f"NgramDrafter: ids of text {k}", text, 0, vocab_size - 1))
 
     def _reader(self, request: int, prompt: list[int]) -> _Reader:
         device = self._requests.ends.device
