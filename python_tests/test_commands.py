@@ -332,8 +332,8 @@ else:
 for statement in ("import specdec_ext.hf", "from specdec_ext import hf"):
     try:
         exec(statement)
-    except ImportError:
-        pass
+    except ImportError as error:
+        assert "pip install 'specdec_ext[hf]'" in str(error)
     else:
         raise AssertionError(statement)
 

@@ -100,7 +100,6 @@ def __getattr__(name: str) -> Any:
             return import_module(".hf", __name__)
         except ImportError as error:
             raise AttributeError(
-                f"module {__name__!r} has no attribute 'hf' here: {error}; "
-                "pip install 'specdec_ext[hf]'"
+                f"module {__name__!r} has no attribute 'hf' here: {error}"
             ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
