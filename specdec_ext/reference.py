@@ -21,13 +21,19 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .ops import (
+from . import contract
+from .contract import (
+    CHAIN_RULES,
+    GREEDY_BELOW,
+    KIND_DETERMINISTIC,
+    KIND_SAMPLED,
     STATUS_INVALID_DRAFT_TOKEN,
     STATUS_INVALID_TREE,
     STATUS_NO_DRAFT_LAW,
     STATUS_NO_TARGET_LAW,
     STATUS_PARAMETER_OUT_OF_RANGE,
     RowLaw,
+    Rule,
     SampleResult,
     TreeMaskResult,
     VerifyResult,
@@ -63,10 +69,9 @@ __all__ = [
     "verify",
 ]
 
-# Philox domains: what a draw is for. The same seed and position never serve two purposes.
-ACCEPT, RESIDUAL, DRAFT, COUPLED = 0, 1, 2, 3
-
-DETERMINISTIC, SAMPLED = 0, 1  # draft_kinds
+# Philox domains: what a draw is for.
+ACCEPT, RESIDUAL = contract.DOMAIN_ACCEPT, contract.DOMAIN_RESIDUAL
+DRAFT, COUPLED = contract.DOMAIN_DRAFT, contract.DOMAIN_COUPLED
 
 NAN, INF = math.nan, math.inf
 MASK32 = 0xFFFFFFFF
@@ -280,7 +285,7 @@ class Law:
         self.logits = logits
         self.max = float(logits.max())
         self.argmax = int(logits.argmax())  # the first one, by torch's contract
-        self.scale = 1.0 / temperature if temperature >= 1e-6 else INF
+        self.scale = 1.0 / temperature if temperature >= GREEDY_BELOW else INF
         self.cutoff = -INF if self.scale < INF else self.max
         if self.scale < INF:
             if 0 < top_k < len(logits):
@@ -744,13 +749,14 @@ class _Chain:
         coins: list[float],
         noise: Callable[[int], Tensor],
         status: int,
+        rule: Rule,
         options: _Options,
     ) -> None:
-        self.tokens, self.kinds = tokens, kinds
+        self.tokens, self.kinds, self.rule = tokens, kinds, rule
         self.target_row, self.draft_law = target_row, cache(draft_law)
         self.filters, self.coins, self.final = filters, coins[:-1], coins[-1]
         self.noise = noise
-        self.greedy = filters.temperature < 1e-6
+        self.greedy = filters.temperature < GREEDY_BELOW
         self.length, self.status, self.options = len(tokens), status, options
         self.law = cache(self._law)
         self.raw_law = cache(self._raw_law)
@@ -765,15 +771,17 @@ class _Chain:
         row = self.target_row(i)
         return None if row is None else make_law(row, Filters())
 
-    def step(self, i: int, reads_draft: bool = True) -> _Step | None:
+    def step(self, i: int) -> _Step | None:
         """Read what decides about draft token i + 1; None: node i is a leaf, the chain ends there.
 
         A chain ends at its last token, at a target row without a law, and where a sampled token
-        has no draft law or q(x) = 0: nothing was sampled from q there. T = 0 never reads q.
+        has no draft law or q(x) = 0: nothing was sampled from q there. T = 0 never reads q, nor do
+        rules without a use for it.
         """
         law = self.law(i)
         if law is not None and i < self.length:
-            if self.greedy or not reads_draft or self.kinds[i] == DETERMINISTIC:
+            reads_draft = self.rule.reads_draft_law and not self.greedy
+            if not reads_draft or self.kinds[i] == KIND_DETERMINISTIC:
                 return _Step(law, None, self.tokens[i])
             q = self.draft_law(i)
             if q is not None and _prob(q, self.tokens[i]) > 0:
@@ -830,7 +838,7 @@ class _Chain:
 
 
 def _first_failure(
-    chain: _Chain, test: Callable[[int, _Step], tuple[bool, float]], reads_draft: bool = True
+    chain: _Chain, test: Callable[[int, _Step], tuple[bool, float]]
 ) -> tuple[int, list[float]]:
     """Accept tokens one by one, stop at the first that fails `test`.
 
@@ -841,7 +849,7 @@ def _first_failure(
     accepted: int | None = None
     probs: list[float] = []
     i = 0
-    while (step := chain.step(i, reads_draft)) is not None:
+    while (step := chain.step(i)) is not None:
         accept, prob = test(i, step)
         probs.append(prob)
         if not accept and accepted is None:
@@ -856,7 +864,23 @@ def _first_failure(
 # verify: one function per rule
 # -------------------------------------------------------------------------------------------------
 
+_Decide: TypeAlias = Callable[[_Chain], _Verdict]
 
+#: What each rule decides, by its name.
+RULES: dict[str, _Decide] = {}
+
+
+def _rule(name: str) -> Callable[[_Decide], _Decide]:
+    """Make the function below it what `verify` does under a rule."""
+
+    def enter(decide: _Decide) -> _Decide:
+        RULES[name] = decide
+        return decide
+
+    return enter
+
+
+@_rule("block")
 def _block(chain: _Chain) -> _Verdict:
     """Block verification: all coins are flipped, the last success wins (Sun et al., 2403.10444).
 
@@ -881,6 +905,7 @@ def _block(chain: _Chain) -> _Verdict:
     return _Verdict(accepted, thresholds[1:], chain.draw_extra(accepted, inflows[accepted]))
 
 
+@_rule("token")
 def _token(chain: _Chain) -> _Verdict:
     """Token-wise rejection (Leviathan et al., arXiv 2211.17192, Algorithm 1)."""
 
@@ -895,6 +920,7 @@ def _token(chain: _Chain) -> _Verdict:
     return _Verdict(accepted, probs, chain.draw_extra(accepted))
 
 
+@_rule("greedy")
 def _greedy(chain: _Chain) -> _Verdict:
     """Accept what the arg max would have emitted. Reads neither q nor a coin."""
 
@@ -902,10 +928,11 @@ def _greedy(chain: _Chain) -> _Verdict:
         accept = step.token == step.law.argmax
         return accept, float(accept)
 
-    accepted, probs = _first_failure(chain, test, reads_draft=False)
+    accepted, probs = _first_failure(chain, test)
     return _Verdict(accepted, probs, chain.argmax(accepted))
 
 
+@_rule("lenient")
 def _lenient(chain: _Chain) -> _Verdict:
     """Token-wise with l q in place of q (Leviathan et al., appendix A.5): not lossless.
 
@@ -928,6 +955,7 @@ def _lenient(chain: _Chain) -> _Verdict:
     return _Verdict(accepted, probs, chain.draw_extra(accepted))
 
 
+@_rule("top_beta")
 def _top_beta(chain: _Chain) -> _Verdict:
     """Accept near the top of the raw row (Xia et al., eq. 8-10), else the top-1: not lossless."""
     beta, tau = chain.options.beta, chain.options.tau
@@ -940,10 +968,11 @@ def _top_beta(chain: _Chain) -> _Verdict:
         accept = rank <= beta and law.max - float(law.logits[x]) <= tau
         return accept, float(accept)
 
-    accepted, probs = _first_failure(chain, test, reads_draft=False)
+    accepted, probs = _first_failure(chain, test)
     return _Verdict(accepted, probs, chain.argmax(accepted))
 
 
+@_rule("typical")
 def _typical(chain: _Chain) -> _Verdict:
     """Accept p(x) > min(epsilon, delta exp(-H(p))) (Medusa, arXiv 2401.10774): not lossless."""
     if chain.greedy:
@@ -956,10 +985,11 @@ def _typical(chain: _Chain) -> _Verdict:
         accept = _prob(p, step.token) > min(epsilon, delta * math.exp(-entropy))
         return accept, float(accept)
 
-    accepted, probs = _first_failure(chain, test, reads_draft=False)
+    accepted, probs = _first_failure(chain, test)
     return _Verdict(accepted, probs, chain.draw(accepted))
 
 
+@_rule("coupled")
 def _coupled(chain: _Chain) -> _Verdict:
     """Accept what the target's own race would have emitted (Daliri, Musco, Suresh 2024).
 
@@ -971,19 +1001,8 @@ def _coupled(chain: _Chain) -> _Verdict:
         accept = step.token == chain.race(i)
         return accept, float(accept)
 
-    accepted, probs = _first_failure(chain, test, reads_draft=False)
+    accepted, probs = _first_failure(chain, test)
     return _Verdict(accepted, probs, chain.race(accepted))
-
-
-RULES: dict[str, Callable[[_Chain], _Verdict]] = {
-    "block": _block,
-    "token": _token,
-    "greedy": _greedy,
-    "lenient": _lenient,
-    "top_beta": _top_beta,
-    "typical": _typical,
-    "coupled": _coupled,
-}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1038,25 +1057,24 @@ def verify(
     draft_token_ids: Tensor | None = None,
 ) -> VerifyResult:
     """Verify chains of draft tokens; see `specdec_ext.verify`."""
-    if rule not in RULES:
-        raise ValueError(f"verify: rule must be one of {', '.join(RULES)}, got {rule!r}")
+    if rule not in CHAIN_RULES:
+        raise ValueError(f"verify: rule must be one of {', '.join(CHAIN_RULES)}, got {rule!r}")
+    traits = contract.RULES[rule]
     batch, gamma = draft_tokens.shape
     vocab = target_logits.shape[-1]
     draft = draft_logits if draft_logits is not None else draft_probs
-    reads_draft = rule in ("block", "token", "lenient")  # a map that is not read cannot be wrong
-    entries = _DraftVocabulary(draft_token_ids if reads_draft else None, vocab)
+    # A map that is not read cannot be wrong.
+    entries = _DraftVocabulary(draft_token_ids if traits.reads_draft_law else None, vocab)
     ids = vocab  # draft tokens are below it
     if draft is not None and draft_token_ids is None:
         ids = max(vocab, draft.shape[-1])
-    ignores_parameters = rule in ("greedy", "top_beta")
-    raw_logprobs = raw_logprobs or rule == "top_beta"  # that rule knows no other law
+    raw_logprobs = raw_logprobs or traits.raw_logprobs
     options = _Options(lenience, beta, tau, epsilon, delta, full_accept_probs, raw_logprobs)
 
     target_filters, draft_filters = _both_filters(
         (temperature, top_k, top_p, min_p),
         (draft_temperature, draft_top_k, draft_top_p, draft_min_p),
     )
-    flips_coins = not ignores_parameters and rule != "coupled"
     if seeds is not None:
         assert positions is not None
         uniforms = _coins(seeds, positions, gamma + 1, stream=stream)
@@ -1090,7 +1108,7 @@ def verify(
             if token == -1:
                 break
             kind = int(draft is not None) if draft_kinds is None else int(draft_kinds[b, i])
-            if not 0 <= token < ids or kind not in (DETERMINISTIC, SAMPLED):
+            if not 0 <= token < ids or kind not in (KIND_DETERMINISTIC, KIND_SAMPLED):
                 bits |= STATUS_INVALID_DRAFT_TOKEN
                 break
             ids_read.append(token)
@@ -1100,7 +1118,7 @@ def verify(
         filters, draft_parameters = Filters(), Filters()
         if rule == "greedy":
             filters = Filters(temperature=0.0)
-        elif not ignores_parameters:
+        elif not traits.ignores_sampling:
             filters, bad = target_filters(b).checked()
             draft_parameters, draft_bad = draft_filters(b).checked()
             if bad or (draft_bad and draft_logits is not None):
@@ -1115,7 +1133,7 @@ def verify(
 
         # The coins: those of the usable columns, and the last slot for the final draw.
         coins = [0.0] * (gamma + 1)
-        if flips_coins and filters.temperature >= 1e-6:
+        if traits.takes_coins and filters.temperature >= GREEDY_BELOW:
             assert uniforms is not None
             given = uniforms[b].tolist()
             for slot in [*range(len(ids_read)), gamma]:
@@ -1123,7 +1141,9 @@ def verify(
                 if coins[slot] != given[slot]:
                     bits |= STATUS_PARAMETER_OUT_OF_RANGE
 
-        chain = _Chain(ids_read, kinds, target_row, draft_law, filters, coins, noise, bits, options)
+        chain = _Chain(
+            ids_read, kinds, target_row, draft_law, filters, coins, noise, bits, traits, options
+        )
         accepted, probs, extra = RULES[rule](chain)
         emitted = ids_read[:accepted] + [extra]
         tokens[b, : accepted + 1] = torch.tensor(emitted)

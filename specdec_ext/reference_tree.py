@@ -16,12 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .ops import (
+from . import contract
+from .contract import (
+    GREEDY_BELOW,
+    KIND_DETERMINISTIC,
+    KIND_IID,
+    KIND_REST,
+    KIND_WITHOUT_REPLACEMENT,
     STATUS_INVALID_DRAFT_TOKEN,
     STATUS_INVALID_TREE,
     STATUS_NO_DRAFT_LAW,
@@ -53,9 +59,7 @@ from .reference import (
 
 __all__ = ["TREE_RULES", "verify_tree"]
 
-DETERMINISTIC, IID, WITHOUT_REPLACEMENT, REST = 0, 1, 2, 3  # kinds
-
-_RULES_THAT_READ_THE_DRAFT = ("traversal", "recursive")
+DRAWN = (KIND_IID, KIND_WITHOUT_REPLACEMENT, KIND_REST)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -72,8 +76,8 @@ def _children(parents: list[int], kinds: list[int]) -> list[list[int]] | None:
     for v in range(1, real):
         children[parents[v]].append(v)
     for siblings in children:
-        sampled = [kinds[c] for c in siblings if kinds[c] in (IID, WITHOUT_REPLACEMENT, REST)]
-        if len(set(sampled)) > 1 or sampled.count(REST) > 1:
+        sampled = [kinds[c] for c in siblings if kinds[c] in DRAWN]
+        if len(set(sampled)) > 1 or sampled.count(KIND_REST) > 1:
             return None
     return children
 
@@ -227,22 +231,22 @@ class _Tree:
         if self.law(v) is None:
             return
         children = self.children[v]
-        put_there = [self.tokens[c] for c in children if self.kinds[c] == DETERMINISTIC]
+        put_there = [self.tokens[c] for c in children if self.kinds[c] == KIND_DETERMINISTIC]
         q = self.draft_law(v) if len(put_there) < len(children) else None
         drawn_from = 1.0  # the part of q that the next drawn child comes from
-        if q is not None and any(self.kinds[c] == REST for c in children):
+        if q is not None and any(self.kinds[c] == KIND_REST for c in children):
             q = q.clone()
             q[[token for token in put_there if token < len(q)]] = 0.0
             drawn_from = float(q.sum())
         for c in children:
             x, kind = self.tokens[c], self.kinds[c]
-            if kind == DETERMINISTIC:
+            if kind == KIND_DETERMINISTIC:
                 yield _Child(c, x, None, None)
             elif q is None or _prob(q, x) <= 0 or drawn_from <= 0:
                 self.status |= STATUS_NO_DRAFT_LAW
             else:
                 kappa = 1.0 / drawn_from
-                if kind == WITHOUT_REPLACEMENT:
+                if kind == KIND_WITHOUT_REPLACEMENT:
                     drawn_from -= _prob(q, x)
                 yield _Child(c, x, q, kappa)
 
@@ -279,7 +283,23 @@ class _Tree:
 # One function per rule
 # -------------------------------------------------------------------------------------------------
 
+_Decide: TypeAlias = Callable[[_Tree], _Verdict]
 
+#: What each rule decides, by its name.
+TREE_RULES: dict[str, _Decide] = {}
+
+
+def _rule(name: str) -> Callable[[_Decide], _Decide]:
+    """Make the function below it what `verify_tree` does under a rule."""
+
+    def enter(decide: _Decide) -> _Decide:
+        TREE_RULES[name] = decide
+        return decide
+
+    return enter
+
+
+@_rule("traversal")
 def _traversal(tree: _Tree) -> _Verdict:
     """All coins are flipped; the first success in post-order wins. Block verification on a chain.
 
@@ -306,6 +326,8 @@ def _traversal(tree: _Tree) -> _Verdict:
     return _Verdict(winner, h, tree.draw(winner, nodes[winner]))
 
 
+@_rule("target_only")
+@_rule("recursive")
 def _recursive(tree: _Tree) -> _Verdict:
     """Flip a child's coin at once: go down with a fresh start, or on to its next sibling.
 
@@ -338,23 +360,16 @@ def _follow(tree: _Tree, choose: Callable[[int], int]) -> _Verdict:
             return _Verdict(v, accept_probs, token)
 
 
+@_rule("greedy")
 def _greedy(tree: _Tree) -> _Verdict:
     """Follow the arg max. Reads neither q nor a coin."""
     return _follow(tree, tree.argmax)
 
 
+@_rule("coupled")
 def _coupled(tree: _Tree) -> _Verdict:
     """Follow what the target itself draws by races (Daliri, Musco, Suresh, arXiv 2408.07978)."""
     return _follow(tree, tree.race)
-
-
-TREE_RULES: dict[str, Callable[[_Tree], _Verdict]] = {
-    "traversal": _traversal,
-    "recursive": _recursive,
-    "target_only": _recursive,
-    "greedy": _greedy,
-    "coupled": _coupled,
-}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -391,14 +406,14 @@ def verify_tree(
     draft_token_ids: Tensor | None = None,
 ) -> VerifyTreeResult:
     """Verify trees of draft tokens; see `specdec_ext.verify_tree`."""
-    if rule not in TREE_RULES:
-        names = ", ".join(TREE_RULES)
+    if rule not in contract.TREE_RULES:
+        names = ", ".join(contract.TREE_RULES)
         raise ValueError(f"verify_tree: rule must be one of {names}, got {rule!r}")
+    traits = contract.RULES[rule]
     batch, size = tokens.shape
     vocab = target_logits.shape[-1]
     draft = draft_logits if draft_logits is not None else draft_probs
-    reads_draft = rule in _RULES_THAT_READ_THE_DRAFT
-    entries = _DraftVocabulary(draft_token_ids if reads_draft else None, vocab)
+    entries = _DraftVocabulary(draft_token_ids if traits.reads_draft_law else None, vocab)
     ids = vocab  # draft tokens are below it
     if draft is not None and draft_token_ids is None:
         ids = max(vocab, draft.shape[-1])
@@ -439,7 +454,7 @@ def verify_tree(
             draft_parameters, draft_bad = draft_filters(b).checked()
             if bad or (draft_bad and draft_logits is not None):
                 bits |= STATUS_PARAMETER_OUT_OF_RANGE
-        is_greedy = filters.temperature < 1e-6
+        is_greedy = filters.temperature < GREEDY_BELOW
 
         # The tree, without the nodes whose ids or kinds are no good, and what is below them.
         ids_read, parents_read = tokens[b].tolist(), parents[b].tolist()
@@ -456,14 +471,17 @@ def verify_tree(
             for c in given[v]:
                 if ids_read[c] == -1:
                     continue
-                if not 0 <= ids_read[c] < ids or not DETERMINISTIC <= kinds_read[c] <= REST:
+                if (
+                    not 0 <= ids_read[c] < ids
+                    or not KIND_DETERMINISTIC <= kinds_read[c] <= KIND_REST
+                ):
                     bits |= STATUS_INVALID_DRAFT_TOKEN
                     continue
                 children[v].append(c)
                 depths[c] = depths[v] + 1
                 used.append(c)
-        if is_greedy or not reads_draft:
-            kinds_read = [DETERMINISTIC] * size
+        if is_greedy or not traits.reads_draft_law:
+            kinds_read = [KIND_DETERMINISTIC] * size
 
         def draft_law(v: int, b: int = b, parameters: Filters = draft_parameters) -> Tensor | None:
             if draft is None or not entries.is_valid:
@@ -476,7 +494,7 @@ def verify_tree(
 
         # The coins: those of the usable nodes, and the last slot for the final draw.
         coins = [0.0] * size
-        if rule != "coupled" and not is_greedy:
+        if traits.takes_coins and not is_greedy:
             assert uniforms is not None
             drawn = uniforms[b].tolist()
             for slot in [*(v - 1 for v in used[1:]), size - 1]:
