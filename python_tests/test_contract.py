@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specdec_ext
-from specdec_ext import contract, ops, reference, reference_tree
+from specdec_ext import _host, contract, ops, reference, reference_tree
 from specdec_ext.contract import rule_names
 
 # What papers and DESIGN.md say of each rule; written out, so that no trait changes by accident.
@@ -21,6 +21,7 @@ TRAITS = {
     "typical":     (True,  False, False,   False,  True,  False, True,    False),
     "coupled":     (True,  True,  True,    False,  False, True,  True,    False),
 }  # fmt: skip
+CPP = _host.contract()
 NAMES = (
     *("chains", "trees", "lossless", "reads_draft_law", "takes_coins", "races", "stepwise"),
     "raw_logprobs",
@@ -31,6 +32,22 @@ def test_every_rule_has_these_traits():
     assert contract.Rule._fields == ("name", *NAMES)
     assert {name: rule[1:] for name, rule in contract.RULES.items()} == TRAITS
     assert all(rule.name == name for name, rule in contract.RULES.items())
+
+
+def test_cpp_has_the_same_rules():
+    assert CPP["rules"] == [rule._asdict() for rule in contract.RULES.values()]
+
+
+@pytest.mark.parametrize("name", sorted(CPP.keys() - {"rules"}))
+def test_cpp_has_the_same_number(name):
+    assert CPP[name] == getattr(contract, name)
+
+
+def test_cpp_says_every_number():
+    numbers = {n for n in contract.__all__ if isinstance(getattr(contract, n), (int, float))}
+    assert CPP.keys() == {"rules", *numbers} - {"KIND_SAMPLED"}
+    # In csrc a chain's token is sampled where its kind is not 0; trees name the kinds.
+    assert contract.KIND_SAMPLED == contract.KIND_IID == 1
 
 
 def test_rules_without_coins_and_races_ignore_temperature_and_filters():
