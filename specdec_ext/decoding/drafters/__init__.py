@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.contract import DOMAIN_COUPLED, DOMAIN_DRAFT
 
 __all__ = [
     "Draft",
@@ -107,7 +108,7 @@ class Requests:
     @property
     def domain(self) -> int:
         """The domain of `specdec_ext.sample` that draft tokens are drawn in."""
-        return 3 if self.coupled else 2
+        return DOMAIN_COUPLED if self.coupled else DOMAIN_DRAFT
 
     def texts(self) -> list[list[int]]:
         """Return the prompts on the host, without their padding."""
