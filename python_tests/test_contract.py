@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specdec_ext
-from specdec_ext import _host, contract, ops, reference, reference_tree
+from specdec_ext import _host, contract, ops, reference
 from specdec_ext.contract import rule_names
 
 # What papers and DESIGN.md say of each rule; written out, so that no trait changes by accident.
@@ -63,7 +63,7 @@ def test_names_of_rules_are_those_of_the_operators():
     assert ops.RULES == contract.CHAIN_RULES
     assert ops.TREE_RULES == contract.TREE_RULES
     assert tuple(reference.RULES) == contract.CHAIN_RULES
-    assert set(reference_tree.TREE_RULES) == set(contract.TREE_RULES)
+    assert set(reference.TREE_RULES) == set(contract.TREE_RULES)
 
 
 @pytest.mark.parametrize("op", ["verify", "verify_tree"])

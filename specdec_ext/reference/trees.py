@@ -1,11 +1,11 @@
-"""`verify_tree` in plain float64 PyTorch: the text that backends must match.
+"""`verify_tree`, in the words of `specdec_ext.reference`.
 
-A continuation of `specdec_ext.reference`, in its words. Node 0 of a tree is the root, the state
-before anything drafted; node v holds a draft token, and row v of the target logits is the law after
-the tokens on the way from the root to v. The *children* of a node are proposals for one and the
-same next token, looked at in index order. A child's kind says how it was proposed: put there
-(deterministic), or drawn from the law of its parent's draft row: independently of its siblings,
-without replacement, or from what the deterministic siblings leave (rest).
+Node 0 of a tree is the root, the state before anything drafted; node v holds a draft token, and row
+v of the target logits is the law after the tokens on the way from the root to v. The *children* of
+a node are proposals for one and the same next token, looked at in index order. A child's kind says
+how it was proposed: put there (deterministic), or drawn from the law of its parent's draft row:
+independently of its siblings, without replacement, or from what the deterministic siblings leave
+(rest).
 
 A node starts from its target law p. Each rejected child takes its share away, and what remains is
 [p - lambda q]+ outside the tokens tried: nested rejection residuals collapse to the scalar lambda,
@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from . import contract
-from .contract import (
+from specdec_ext import contract
+from specdec_ext.contract import (
     GREEDY_BELOW,
     KIND_DETERMINISTIC,
     KIND_IID,
@@ -35,26 +35,28 @@ from .contract import (
     STATUS_PARAMETER_OUT_OF_RANGE,
     VerifyTreeResult,
 )
-from .reference import (
-    NAN,
-    Filters,
-    Law,
-    _both_filters,
-    _clamped,
-    _coins,
-    _DraftVocabulary,
-    _masked,
-    _prob,
-    _ratio,
-    _row,
-    _words_of,
+from specdec_ext.reference import draws
+from specdec_ext.reference.caches import tree_size
+from specdec_ext.reference.draws import (
+    clamped,
     inverse_cdf,
     law_weights,
-    make_law,
     race,
     race_noise,
     residual_weights,
-    tree_size,
+)
+from specdec_ext.reference.laws import (
+    NAN,
+    DraftVocabulary,
+    Filters,
+    Law,
+    both_filters,
+    make_law,
+    masked,
+    prob_of,
+    ratio,
+    row_at,
+    words_of,
 )
 
 __all__ = ["TREE_RULES", "verify_tree"]
@@ -131,14 +133,14 @@ class _Node:
 
     def offer(self, child: _Child) -> float:
         """Give b, the probability that goes to this child out of what flows in here."""
-        left = _prob(self.p, child.token) - self.lambda_ * _prob(self.q, child.token)
+        left = prob_of(self.p, child.token) - self.lambda_ * prob_of(self.q, child.token)
         if child.token in self.tried or left <= 0 or self.mass <= 0:
             return 0.0
         wanted = self.inflow * (left / self.mass)
         if child.kappa is None:
             return min(1.0, wanted)
         assert child.q is not None
-        return _ratio(wanted, child.kappa * _prob(child.q, child.token))
+        return ratio(wanted, child.kappa * prob_of(child.q, child.token))
 
     def close(self, child: _Child) -> None:
         """Take away what the child was offered."""
@@ -242,12 +244,12 @@ class _Tree:
             x, kind = self.tokens[c], self.kinds[c]
             if kind == KIND_DETERMINISTIC:
                 yield _Child(c, x, None, None)
-            elif q is None or _prob(q, x) <= 0 or drawn_from <= 0:
+            elif q is None or prob_of(q, x) <= 0 or drawn_from <= 0:
                 self.status |= STATUS_NO_DRAFT_LAW
             else:
                 kappa = 1.0 / drawn_from
                 if kind == KIND_WITHOUT_REPLACEMENT:
-                    drawn_from -= _prob(q, x)
+                    drawn_from -= prob_of(q, x)
                 yield _Child(c, x, q, kappa)
 
     def draw(self, v: int, node: _Node | None = None) -> int:
@@ -413,18 +415,18 @@ def verify_tree(
     batch, size = tokens.shape
     vocab = target_logits.shape[-1]
     draft = draft_logits if draft_logits is not None else draft_probs
-    entries = _DraftVocabulary(draft_token_ids if traits.reads_draft_law else None, vocab)
+    entries = DraftVocabulary(draft_token_ids if traits.reads_draft_law else None, vocab)
     ids = vocab  # draft tokens are below it
     if draft is not None and draft_token_ids is None:
         ids = max(vocab, draft.shape[-1])
 
-    target_filters, draft_filters = _both_filters(
+    target_filters, draft_filters = both_filters(
         (temperature, top_k, top_p, min_p),
         (draft_temperature, draft_top_k, draft_top_p, draft_min_p),
     )
     if seeds is not None:
         assert positions is not None
-        uniforms = _coins(seeds, positions, size, stream=stream)
+        uniforms = draws.uniforms(seeds, positions, size, stream=stream)
 
     out_tokens = torch.full((batch, size), -1, dtype=torch.int64)
     path = torch.full((batch, size), -1, dtype=torch.int64)
@@ -437,8 +439,8 @@ def verify_tree(
         bits = 0 if entries.is_valid else STATUS_PARAMETER_OUT_OF_RANGE
 
         def target_row(v: int, b: int = b) -> Tensor | None:
-            row = _row(target_logits, target_rows, b, v)
-            return None if row is None else _masked(row, _words_of(allowed_mask, b, v), vocab)
+            row = row_at(target_logits, target_rows, b, v)
+            return None if row is None else masked(row, words_of(allowed_mask, b, v), vocab)
 
         def noise(depth: int, b: int = b) -> Tensor:
             assert seeds is not None and positions is not None
@@ -489,7 +491,7 @@ def verify_tree(
             r = v if draft_rows is None else int(draft_rows[b, v])
             if not 0 <= r < draft.shape[1]:
                 return None
-            row, words = draft[b, r].cpu().double(), _words_of(allowed_mask, b, v)
+            row, words = draft[b, r].cpu().double(), words_of(allowed_mask, b, v)
             return entries.law_of(row, words, None if draft_probs is not None else parameters)
 
         # The coins: those of the usable nodes, and the last slot for the final draw.
@@ -498,7 +500,7 @@ def verify_tree(
             assert uniforms is not None
             drawn = uniforms[b].tolist()
             for slot in [*(v - 1 for v in used[1:]), size - 1]:
-                coins[slot] = _clamped(drawn[slot])
+                coins[slot] = clamped(drawn[slot])
                 if coins[slot] != drawn[slot]:
                     bits |= STATUS_PARAMETER_OUT_OF_RANGE
 
