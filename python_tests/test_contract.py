@@ -1,5 +1,7 @@
 """The contract: traits of the rules, as a literal table, and who has to know the same rules."""
 
+import re
+
 import pytest
 import torch
 
@@ -91,3 +93,12 @@ def test_public_import_paths_stay():
         2,
         3,
     )
+
+
+@pytest.mark.parametrize("op, rules", [("verify", "chains"), ("verify_tree", "trees")])
+def test_docstrings_describe_every_rule(op, rules):
+    _, *bullets = re.split(r"\n    - ``(?=\w+``)", getattr(specdec_ext, op).__doc__)
+    described = {text.split("``")[0]: text for text in bullets}
+    assert tuple(described) == rule_names(**{rules: True})
+    called = {name for name, text in described.items() if "Not lossless" in text.split("\n\n")[0]}
+    assert called == set(rule_names(**{rules: True}, lossless=False))

@@ -442,10 +442,10 @@ def verify(
     """Verify chains of draft tokens: raw logits in, tokens to emit out.
 
     Softmax, temperature, filters, the accept tests, the residual and the final draw happen inside.
-    Under the lossless rules ("block", "token", "greedy", "coupled") the emitted tokens are
-    distributed exactly as if the target had sampled them one by one from its filtered law, whatever
-    the draft, given that every sampled draft token was drawn from the draft law passed here and
-    with other randomness ("coupled": however it was drawn).
+    Under every rule that is not called "not lossless" below, the emitted tokens are distributed
+    exactly as if the target had sampled them one by one from its filtered law, whatever the draft,
+    given that every sampled draft token was drawn from the draft law passed here and with other
+    randomness ("coupled": however it was drawn).
 
     Rules:
 
