@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-6  # a temperature under this is 0
+from specdec_ext.contract import GREEDY_BELOW
 
 
 def trimmed(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

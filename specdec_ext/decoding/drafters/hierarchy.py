@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.contract import rule_names
 from specdec_ext.decoding.drafters import (
     Draft,
     Drafter,
@@ -27,6 +28,8 @@ from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, is_policy
 
 __all__ = ["HierarchicalDrafter"]
 
+# The rules that pass on a law which proposals come from.
+RULES = rule_names(chains=True, lossless=True, reads_draft_law=True)
 # Rounds that one call of `propose` may have: the numbers that tell its rounds apart count by this.
 MOST_ROUNDS = 1024
 
@@ -109,8 +112,9 @@ class HierarchicalDrafter(ModelDrafter):
         refill: bool = False,
     ) -> None:
         policy = _policy(gamma)
-        if rule not in ("block", "token"):  # others have no law that could be passed on
-            raise ValueError(f"hierarchy: rule must be 'block' or 'token', got {rule!r}")
+        if rule not in RULES:
+            known = " or ".join(map(repr, RULES))
+            raise ValueError(f"hierarchy: rule must be {known}, got {rule!r}")
         super().__init__(model)
         drafter: Any = as_drafter(draft)
         self.draft: RevisableDrafter | Restarted

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.drafters import Draft, GoOn, Requests, begun_or, last_tokens
+from specdec_ext.decoding.drafters.interface import (
+    Draft,
+    Drafter,
+    GoOn,
+    NoDrafter,
+    Requests,
+    begun_or,
+    last_tokens,
+)
 
 if TYPE_CHECKING:
     from specdec_ext.decoding.hosting import HostedModel
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "as_drafter"]
 
 
 class _Heard(NamedTuple):
@@ -211,3 +219,12 @@ class ModelDrafter:
         self._cached.select(rows, indices)
         self._missing = self._missing[rows]
         self._heard = [heard.select(rows, indices) for heard in self._heard]
+
+
+def as_drafter(draft: Any | Drafter | None) -> Drafter:
+    """Return the drafter that ``draft`` is, or the one that drives the model that it is."""
+    if draft is None:
+        return NoDrafter()
+    if hasattr(draft, "propose") and hasattr(draft, "commit"):
+        return draft
+    return ModelDrafter(draft)
