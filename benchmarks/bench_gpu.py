@@ -49,6 +49,7 @@ from torch import Tensor
 
 from specdec_ext import reference
 from specdec_ext.backend import absences, resolve
+from specdec_ext.contract import rule_names
 from specdec_ext.testing import VerifyCase, VerifyOutcome, assert_tokens_match, tv_bound
 from specdec_ext.testing_trees import chain_as_tree
 
@@ -238,7 +239,7 @@ def case_of(cell: Cell, inputs: Inputs, rule: str, feature: str = "") -> VerifyC
         "rule": rule,
         **parameters(cell.sampling, cell.batch, device),
     }
-    if rule == "coupled":
+    if rule in rule_names(races=True):
         arguments["positions"] = torch.arange(cell.batch, device=device)
         arguments["seeds"] = inputs.seed + arguments["positions"]
     else:

@@ -36,10 +36,12 @@ from torch import Tensor
 
 import specdec_ext
 from specdec_ext import ops, theory
+from specdec_ext.contract import rule_names
 from specdec_ext.decoding import Burst, Statistics
 from specdec_ext.demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
-LOSSLESS = ("block", "token", "greedy", "coupled")
+LOSSLESS = rule_names(chains=True, lossless=True)
+#: At T = 0 every other rule is greedy.
 AT_ZERO = ("greedy", "lenient", "top_beta")
 #: What a rule is run with, beside the defaults of `specdec_ext.generate`.
 PARAMETERS = {"lenient": {"lenience": 0.7}}

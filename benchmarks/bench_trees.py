@@ -32,6 +32,7 @@ from torch import Tensor
 
 import specdec_ext
 from specdec_ext import ops, reference, theory
+from specdec_ext.contract import rule_names
 from specdec_ext.decoding import GrownTree, StaticTree, sequoia_tree
 from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters import Requests
@@ -48,7 +49,7 @@ WINDOW, CONTINUED = 48, 16  # tokens of a context
 CHECKED = 2  # contexts of every setting that the reference looks at, too
 #: Above every acceptance probability but 1: rejects what can be rejected.
 REJECTING = 1 - 2.0**-53
-WALKS = ("recursive", "target_only")
+WALKS = rule_names(trees=True, takes_coins=True, stepwise=True)
 
 Tree = StaticTree | GrownTree
 
@@ -155,7 +156,7 @@ def inputs_of(context: Context, draft: TreeDraft, logits: Tensor, rule: str) -> 
     )  # fmt: skip
     if draft.logits is not None:
         inputs |= {"draft_logits": draft.logits, "draft_rows": draft.rows}
-    if rule == "coupled":
+    if rule in rule_names(races=True):
         return inputs | {"seeds": context.seeds, "positions": context.positions}
     return inputs | {"uniforms": torch.full((batch, nodes), 0.5, dtype=torch.float64)}
 

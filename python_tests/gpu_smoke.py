@@ -20,11 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_checks  # noqa: E402
 
 import specdec_ext  # noqa: E402
+from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.ops import TREE_RULES  # noqa: E402
 from specdec_ext.testing import VerifyCase, make_case  # noqa: E402
 from specdec_ext.testing_trees import TreeCase, make_tree_case  # noqa: E402
-
-RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
 
 
 def cases() -> Iterator[VerifyCase]:

@@ -8,9 +8,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import specdec_ext
+from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.testing import make_case
 
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 POSITIONAL = ("target_logits", "draft_tokens", "draft_logits")
 
 

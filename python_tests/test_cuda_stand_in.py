@@ -14,7 +14,8 @@ import pytest
 import torch
 from test_memory import FAR, FENCED
 
-from specdec_ext.ops import TREE_RULES, VerifyTreeResult
+from specdec_ext.contract import CHAIN_RULES as RULES
+from specdec_ext.contract import TREE_RULES, VerifyTreeResult, rule_names
 from specdec_ext.testing import make_case
 from specdec_ext.testing_trees import assert_trees_match, make_tree_case
 
@@ -237,10 +238,8 @@ OPERATORS = (
     *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
     *("tree_mask", "compact_kv"),
 )
-STEPWISE = ("token", "greedy", "lenient", "top_beta", "typical", "coupled")
-RULES = ("block", *STEPWISE)
-READ_DRAFT_LAW = ("block", "token", "lenient")
-READ_TREE_DRAFT_LAW = ("traversal", "recursive")
+STEPWISE = rule_names(chains=True, stepwise=True)
+READ_DRAFT_LAW = rule_names(reads_draft_law=True)
 MASKED = dict(allowed_mask=True)
 REDUCED = dict(draft_vocab=50, draft_token_ids=True)
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
@@ -411,7 +410,7 @@ def test_trees_launch_five_times(rule):
         assert launches("verify_tree", **tree_of(rule, **options)) == 5
     assert launches("verify_tree", **tree_of(rule, raw_logprobs=True)) == 7
     reduced = tree_of(rule, draft_vocab=50, draft_token_ids=torch.arange(50))
-    assert launches("verify_tree", **reduced) == (7 if rule in READ_TREE_DRAFT_LAW else 5)
+    assert launches("verify_tree", **reduced) == (7 if rule in READ_DRAFT_LAW else 5)
     assert launches("verify_tree", **tree_of(rule, batch=0)) == 0
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from conftest import f64, log_probs
 
+from specdec_ext.contract import CHAIN_RULES as RULES
+from specdec_ext.contract import rule_names
 from specdec_ext.testing import VerifyCase, assert_tokens_match, make_case, pack_mask
 
 INF = math.inf
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
-READ_DRAFT_LAW = ["block", "token", "lenient"]
+READ_DRAFT_LAW = rule_names(chains=True, reads_draft_law=True)
 
 
 def assert_same(got, expected):

@@ -23,6 +23,7 @@ from torch.library import opcheck
 import specdec_ext
 from specdec_ext import reference
 from specdec_ext.backend import absences
+from specdec_ext.contract import rule_names
 from specdec_ext.ops import TREE_RULES
 from specdec_ext.testing import assert_tokens_match, filtered_law, make_case
 from specdec_ext.testing_trees import make_tree_case
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device(os.environ.get("SPECDEC_TEST_DEVICE", "cuda:0"))
 BACKENDS = ("cuda", "triton") if DEVICE.type == "cuda" else ("cpu",)
-LOSSLESS = ("block", "token")
+LOSSLESS = rule_names(chains=True, lossless=True, takes_coins=True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABULARIES = (50_257, 128_256, 151_936, 152_063)
 MEGABYTE = 2**20

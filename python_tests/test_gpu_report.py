@@ -24,6 +24,7 @@ import torch
 from gpu_checks import Target
 
 from specdec_ext import reference
+from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.ops import TREE_RULES
 from specdec_ext.testing import make_case
 from specdec_ext.testing_trees import make_tree_case
@@ -40,7 +41,6 @@ from peers import Sampling  # noqa: E402
 
 CPU = torch.device("cpu")
 TARGET = Target("cpu", CPU)
-RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
 
 
 # ---- the checks of test_gpu.py ------------------------------------------------------------------

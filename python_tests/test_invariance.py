@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.testing import make_case
-
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 
 
 def assert_same(got, expected):

@@ -10,9 +10,11 @@ import pytest
 import torch
 from conftest import REFERENCE
 
+from specdec_ext.contract import rule_names
 from specdec_ext.testing import exact_law, filtered_law, step_law, toy_models
 
-LOSSLESS = ["block", "token"]
+#: The others have no coins to integrate over.
+LOSSLESS = rule_names(chains=True, lossless=True, takes_coins=True)
 
 
 def law_of(backend, rule, seed=0, vocab=3, gamma=2, models=None, **kwargs):

@@ -18,6 +18,7 @@ FENCED = """
 import torch
 import specdec_ext
 from guard import fenced
+from specdec_ext.contract import CHAIN_RULES, rule_names
 from specdec_ext.testing import make_case
 
 variants = [
@@ -38,8 +39,7 @@ for seed, variant in enumerate(variants):
             for k, v in case.inputs.items() if isinstance(v, torch.Tensor)
         }
         race = "seeds" in case.inputs
-        rules = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
-        for rule in rules if race else rules[:-1]:
+        for rule in CHAIN_RULES if race else rule_names(chains=True, races=False):
             expected = ops.verify(**case.replace(rule=rule).inputs)
             got = ops.verify(**case.replace(rule=rule, **beside).inputs)
             for a, b in zip(got, expected):
@@ -189,6 +189,7 @@ def test_offsets_beyond_32_bits(run_python):
 PEAK = """
 import ctypes, json, torch
 import specdec_ext
+from specdec_ext.contract import rule_names
 
 torch.set_num_threads(2)
 batch, gamma, vocab = 32, 5, 151_936
@@ -219,7 +220,7 @@ for dtype in (torch.bfloat16, torch.float32):
         temperature=torch.full((batch,), 0.8), top_k=torch.full((batch,), 50),
         top_p=torch.full((batch,), 0.9), min_p=torch.full((batch,), 0.01),
     )
-    for rule in ("block", "token", "greedy", "lenient", "top_beta", "typical"):
+    for rule in rule_names(chains=True, races=False):
         for name, options in (("plain", {}), ("filters", filters)):
             def call():
                 return torch.ops.specdec.verify(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import REFERENCE, f64
 
+from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.testing import (
     VerifyCase,
     assert_tokens_match,
@@ -19,7 +20,6 @@ from specdec_ext.testing import (
     make_case,
 )
 
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # What varies, one at a time; everything else is make_case's mixture of styles, filters, lengths.

@@ -14,6 +14,7 @@ from conftest import BACKENDS, OPERATORS, REFERENCE
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from specdec_ext.contract import rule_names
 from specdec_ext.testing import (
     VerifyCase,
     draw_interval,
@@ -23,7 +24,7 @@ from specdec_ext.testing import (
     philox4x32,
 )
 
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical"]
+RULES = rule_names(chains=True, races=False)
 by_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 by_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda b: b.name)
 

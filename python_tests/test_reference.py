@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from specdec_ext import reference as ref
+from specdec_ext.contract import VerifyResult
+from specdec_ext.reference import laws
 
 NAN, INF = math.nan, math.inf
 
@@ -206,10 +208,10 @@ def test_filters(probs, parameters, kept):
 def test_top_p_bound_is_exact():
     # Masses 2^40, 2^39, 2^39 of 2^41: top_p = 1/2 bounds by 2^40, which token 0 alone reaches.
     row, weights = doubles(3.0, 2.0, 1.0), doubles(1.0, 0.5, 0.5)
-    assert ref._top_p_cutoff(row, weights, 0.5) == 3.0
-    assert ref._top_p_cutoff(row, weights, 0.5 + 2.0**-40) == 2.0
-    assert ref._top_p_cutoff(row, weights, 0.75) == 2.0
-    assert ref._top_p_cutoff(row, weights, 0.75 + 2.0**-40) == 1.0
+    assert laws._top_p_cutoff(row, weights, 0.5) == 3.0
+    assert laws._top_p_cutoff(row, weights, 0.5 + 2.0**-40) == 2.0
+    assert laws._top_p_cutoff(row, weights, 0.75) == 2.0
+    assert laws._top_p_cutoff(row, weights, 0.75 + 2.0**-40) == 1.0
 
 
 def test_min_p_threshold_is_exact():
@@ -493,7 +495,7 @@ def verify(target, tokens, draft=None, u=None, **kwargs):
         **noise,
         **tensors,
     )
-    return ref.VerifyResult(*(output[0] for output in found))
+    return VerifyResult(*(output[0] for output in found))
 
 
 def rounded(tensor, digits=6):

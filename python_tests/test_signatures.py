@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import specdec_ext
-from specdec_ext import _fake, ops, reference, reference_tree
+from specdec_ext import _fake, ops, reference
 
 OPERATORS = (
     *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
@@ -103,7 +103,7 @@ def test_rules_are_those_of_the_operator():
     assert tuple(reference.RULES) == ops.RULES
     with pytest.raises(ValueError, match=", ".join(f'"{rule}"' for rule in ops.RULES)):
         specdec_ext.verify(*dense_inputs()[:2], rule="no such rule")
-    assert tuple(reference_tree.TREE_RULES) == ops.TREE_RULES
+    assert tuple(reference.TREE_RULES) == ops.TREE_RULES
     with pytest.raises(ValueError, match=", ".join(f'"{rule}"' for rule in ops.TREE_RULES)):
         logits, tokens, _ = dense_inputs(gamma=0)
         specdec_ext.verify_tree(logits, logits[..., 0].long(), tokens, rule="no such rule")

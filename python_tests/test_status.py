@@ -15,12 +15,13 @@ from specdec_ext import (
     STATUS_NO_TARGET_LAW,
     STATUS_PARAMETER_OUT_OF_RANGE,
 )
+from specdec_ext.contract import rule_names
 
 NAN, INF = math.nan, math.inf
 P = [0.4, 0.1, 0.3, 0.2]
 FLAT = [0.25] * 4
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical"]
-SAMPLED = ["block", "token", "lenient"]
+RULES = rule_names(chains=True, races=False)
+SAMPLED = rule_names(chains=True, reads_draft_law=True)
 
 
 def inputs(gamma=2, **changes):

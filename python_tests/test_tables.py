@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import f64, log_probs
 
+from specdec_ext.contract import rule_names
+
 # Laws used below. Token rule at row 0: x = 1 is accepted with .1 / .6 = 1/6, all others always; the
 # residual is (.3, 0, .1, .1) / .5, so the final draw gives 0 below .6, 2 below .8, then 3.
 P0, Q0 = [0.4, 0.1, 0.3, 0.2], [0.1, 0.6, 0.2, 0.1]
@@ -363,7 +365,7 @@ def test_empty_batches(backend):
     assert list(backend.uniforms(seeds, seeds, 3).shape) == [0, 3]
 
 
-@pytest.mark.parametrize("rule", ["block", "token", "greedy", "lenient", "top_beta", "typical"])
+@pytest.mark.parametrize("rule", rule_names(chains=True, races=False))
 def test_vocabulary_of_one(backend, rule):
     result = backend.verify(
         torch.tensor([[[3.0], [-9.0]]]),

@@ -12,9 +12,8 @@ from conftest import REFERENCE
 
 import specdec_ext
 from specdec_ext.backend import cpu_capability, cpu_variants
+from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.testing import VerifyOutcome, assert_tokens_match, make_case
-
-RULES = ["block", "token", "greedy", "lenient", "top_beta", "typical", "coupled"]
 
 
 def cases():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import REFERENCE
 
+from specdec_ext.contract import rule_names
 from specdec_ext.ops import VerifyTreeResult
 from specdec_ext.testing import toy_models
 from specdec_ext.testing_trees import (
@@ -22,7 +23,7 @@ from specdec_ext.testing_trees import (
     post_order,
 )
 
-RULES = ["traversal", "recursive", "target_only"]
+RULES = rule_names(trees=True, takes_coins=True)
 
 # Parents and kinds: 0 put there, 1 i.i.d., 2 without replacement, 3 from the rest.
 SMALL = {

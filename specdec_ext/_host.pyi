@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 class BuildInfo(TypedDict):
     compiler: str
@@ -12,6 +12,7 @@ class BuildInfo(TypedDict):
     torch_cuda: str
 
 def build_info() -> BuildInfo: ...
+def contract() -> dict[str, Any]: ...
 
 class RepeatFinder:
     def __init__(self, max_match: int) -> None: ...

@@ -25,7 +25,7 @@ from ._command import (
     print_json,
     refused,
 )
-from .decoding.arguments import GREEDY_BELOW
+from .contract import GREEDY_BELOW
 from .demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 LOSSLESS, PRECISION, BUG = "lossless", "tie or precision", "bug"

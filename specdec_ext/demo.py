@@ -33,6 +33,7 @@ from ._command import (
     print_json,
     refused,
 )
+from .contract import GREEDY_BELOW, rule_names
 from .theory import walltime_factor
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ PAIR = Path(__file__).with_name("assets") / "stdlib-pair"
 PROMPT_TOKENS = 160
 PROMPTS = 8
 SECONDS = 15.0  # begin no further prompt after this long at one temperature
-LOSSLESS = ("block", "token", "greedy", "coupled")
+LOSSLESS = rule_names(chains=True, lossless=True)
 SHOWN_LINES = 10  # of the prompt
 ACCEPTED, REPLACED, TARGET = "accepted", "replaced", "target"
 
@@ -121,7 +122,7 @@ def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
     out = Page(sys.stdout, quiet=args.json)
     _heading(out, pair, args)
     pieces = _completion(out, pair, prompts[0], args)
-    temperatures = [0.0] if args.temperature < 1e-6 else [0.0, args.temperature]
+    temperatures = [0.0] if args.temperature < GREEDY_BELOW else [0.0, args.temperature]
     out.status("measuring ...")
     runs = [_compare(pair, prompts, temperature, args) for temperature in temperatures]
     hugging_face = _transformers_speed(pair, prompts, args)

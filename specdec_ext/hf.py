@@ -33,6 +33,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.utils.generic import ModelOutput
 
 from specdec_ext import ops
+from specdec_ext.contract import rule_names
 from specdec_ext.decoding import Burst, GammaPolicy, Statistics, generate
 from specdec_ext.decoding.trees import GrownTree, StaticTree
 
@@ -268,8 +269,10 @@ def assisted_generation(rule: str = "block") -> Iterator[None]:
     >>> with specdec_ext.hf.assisted_generation():  # doctest: +SKIP
     ...     target.generate(**inputs, assistant_model=draft, do_sample=True)
     """
-    if rule not in ("block", "token"):
-        raise ValueError(f"assisted_generation: rule must be 'block' or 'token', got {rule!r}")
+    rules = rule_names(chains=True, lossless=True, takes_coins=True)
+    if rule not in rules:
+        known = " or ".join(map(repr, rules))
+        raise ValueError(f"assisted_generation: rule must be {known}, got {rule!r}")
     original = _generation._speculative_sampling
     signature = inspect.signature(original)
 

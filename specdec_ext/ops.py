@@ -1,4 +1,4 @@
-"""The public operators: types, scalars and randomness on this side, checks and kernels in C++.
+"""The public operators: scalars and randomness on this side, checks and kernels in C++.
 
 Words (as in vLLM's rejection sampler). *target* is the model whose law is to be emitted, *draft*
 what proposed tokens. A request drafts tokens ``x_1 .. x_G``. *Accepted* tokens are draft tokens
@@ -19,12 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .backend import resolve
+from .contract import (
+    CHAIN_RULES,
+    STATUS_INVALID_DRAFT_TOKEN,
+    STATUS_INVALID_TREE,
+    STATUS_NO_DRAFT_LAW,
+    STATUS_NO_TARGET_LAW,
+    STATUS_PARAMETER_OUT_OF_RANGE,
+    TREE_RULES,
+    RowLaw,
+    SampleResult,
+    TreeMaskResult,
+    VerifyResult,
+    VerifyTreeResult,
+    rule_names,
+)
 
 __all__ = [
     "RULES",
@@ -50,99 +65,12 @@ __all__ = [
     "verify_tree",
 ]
 
-#: The target row that decided has NaN, +inf or nothing but -inf: token 0 was emitted there.
-STATUS_NO_TARGET_LAW = 1
-#: A draft token outside [0, max(V, Vd)) ([0, V) with draft_token_ids) other than -1, or an unknown
-#: kind: the draft ends there.
-STATUS_INVALID_DRAFT_TOKEN = 2
-#: A draft row without a law, or q(x) = 0 at a sampled token: the draft ends there.
-STATUS_NO_DRAFT_LAW = 4
-#: A parameter, length or uniform out of range: replaced by T = 1, no filter, or clamped. Or
-#: draft_token_ids that are no map: no draft row has a law then.
-STATUS_PARAMETER_OUT_OF_RANGE = 8
-#: An invalid tree: nothing accepted, the token drawn from the root's law.
-STATUS_INVALID_TREE = 16
-
 Floats: TypeAlias = "Tensor | float | Sequence[float] | None"
 Ints: TypeAlias = "Tensor | int | Sequence[int] | None"
 
 #: Names that `verify` takes as its rule.
-RULES = ("block", "token", "greedy", "lenient", "top_beta", "typical", "coupled")
-_RULES_WITHOUT_RANDOMNESS = ("greedy", "top_beta")
-#: Names that `verify_tree` takes as its rule.
-TREE_RULES = ("traversal", "recursive", "target_only", "greedy", "coupled")
-
-
-class RowLaw(NamedTuple):
-    """The law of each row: p(x) = exp(scale * (logit - max) - log_z) where logit >= cutoff, else 0.
-
-    A row without a law (NaN, +inf, all -inf) or with a parameter out of range is NaN throughout,
-    with an argmax of -1. T = 0 is scale +inf, cutoff max, log_z 0: the point mass at argmax.
-    """
-
-    #: [R] float32, the largest logit.
-    max: Tensor
-    #: [R] float64, 1 / temperature.
-    scale: Tensor
-    #: [R] float32, a raw logit: what is below has probability 0. -inf without filters.
-    cutoff: Tensor
-    #: [R] float64, nats, relative to max.
-    log_z: Tensor
-    #: [R] int64, the lowest index of the largest logit.
-    argmax: Tensor
-
-
-class SampleResult(NamedTuple):
-    """What `sample` returns."""
-
-    #: [B] int64, -1 where nothing could be drawn.
-    tokens: Tensor
-    #: [B] float32, nats, under the filtered law. 0 at T = 0, NaN where nothing could be drawn.
-    logprobs: Tensor
-
-
-class VerifyResult(NamedTuple):
-    """What `verify` returns."""
-
-    #: [B, G+1] int64: accepted tokens, then the residual or bonus token, then -1.
-    tokens: Tensor
-    #: [B] int32.
-    num_accepted: Tensor
-    #: [B, G+1] float32, nats, of what is emitted; NaN after the end.
-    logprobs: Tensor
-    #: [B, G] float32, the threshold of each draft position's coin; NaN where it was not computed.
-    accept_probs: Tensor
-    #: [B] int32, a set of ``STATUS_`` bits; 0 where all went well.
-    status: Tensor
-
-
-class VerifyTreeResult(NamedTuple):
-    """What `verify_tree` returns."""
-
-    #: [B, N] int64: tokens of the accepted path, then the residual or bonus token, then -1.
-    tokens: Tensor
-    #: [B, N] int64: the node of each accepted token, the root left out, then -1.
-    path: Tensor
-    #: [B] int32.
-    num_accepted: Tensor
-    #: [B, N] float32, nats, of what is emitted; NaN after the end.
-    logprobs: Tensor
-    #: [B, N] float32, by node, the threshold of its coin; 1 at the root, NaN where not computed.
-    accept_probs: Tensor
-    #: [B] int32, a set of ``STATUS_`` bits; 0 where all went well.
-    status: Tensor
-
-
-class TreeMaskResult(NamedTuple):
-    """What `tree_mask` returns."""
-
-    #: [B, N, ceil(N/64)] int64: bit j % 64 of word j // 64 is set where node j is an ancestor of
-    #: the node, or the node itself. Padding nodes have no bits.
-    ancestors: Tensor
-    #: [B, N] int64, 0 at the root, -1 at padding nodes.
-    depths: Tensor
-    #: [B] int32, ``STATUS_INVALID_TREE`` where parents are no tree (taken as a root alone), else 0.
-    status: Tensor
+RULES = CHAIN_RULES
+_RULES_WITHOUT_RANDOMNESS = rule_names(ignores_sampling=True)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -514,10 +442,10 @@ def verify(
     """Verify chains of draft tokens: raw logits in, tokens to emit out.
 
     Softmax, temperature, filters, the accept tests, the residual and the final draw happen inside.
-    Under the lossless rules ("block", "token", "greedy", "coupled") the emitted tokens are
-    distributed exactly as if the target had sampled them one by one from its filtered law, whatever
-    the draft, given that every sampled draft token was drawn from the draft law passed here and
-    with other randomness ("coupled": however it was drawn).
+    Under every rule that is not called "not lossless" below, the emitted tokens are distributed
+    exactly as if the target had sampled them one by one from its filtered law, whatever the draft,
+    given that every sampled draft token was drawn from the draft law passed here and with other
+    randomness ("coupled": however it was drawn).
 
     Rules:
 

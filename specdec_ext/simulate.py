@@ -24,11 +24,13 @@ from torch import Tensor
 
 from . import theory
 from ._command import REFUSALS, check_temperature, print_json, refused
+from .contract import rule_names
 from .decoding.checks import integer, number_in
 
-#: Rules with coins to integrate out. Under "coupled" there are none, and "greedy" is T = 0.
-RULES = ("block", "token", "lenient", "top_beta", "typical")
-NOT_LOSSLESS = ("lenient", "top_beta", "typical")
+#: Rules whose accept_probs coins can be integrated out of. In a race none stand for the noise, and
+#: "greedy" is T = 0.
+RULES = tuple(rule for rule in rule_names(chains=True, races=False) if rule != "greedy")
+NOT_LOSSLESS = rule_names(lossless=False)
 
 
 class Chains(NamedTuple):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import VerifyTreeResult
+from .contract import VerifyTreeResult
 from .testing import (
     _BEFORE_ONE,
     _GREEDY_TEMPERATURE,

@@ -50,7 +50,7 @@ SPECDEC_HD Verdict certain(bool accepted) { return {accepted, accepted ? 1.0 : 0
 // What target row i (there is one) is asked for.
 SPECDEC_HD ExtraTask extra_task(const VerifyParams& p, const Request& r, int64_t i,
                                 const Row& target) {
-  if (p.rule == Rule::kCoupled && !r.greedy) return {Extra::kWinner, 0.0f};
+  if (runs_races(p.rule) && !r.greedy) return {Extra::kWinner, 0.0f};
   if (i >= r.drafted) return {};
   const int64_t token = load_id(p.draft_tokens, r.b, i);
   if (p.rule == Rule::kTopBeta && token < target.vocab) {
@@ -71,7 +71,7 @@ SPECDEC_HD Verdict judge(const VerifyParams& p, const Request& r, int64_t i, flo
     return certain(accepts_lenient_greedy(logit, target.law.max, p.relaxed.lenience));
   }
   if (r.greedy) return certain(facts.p > 0.0);
-  if (p.rule == Rule::kCoupled) {
+  if (runs_races(p.rule)) {
     return certain(load_id(p.draft_tokens, r.b, i) == facts.winner);
   }
   if (p.rule == Rule::kTypical) {
@@ -84,7 +84,7 @@ SPECDEC_HD Verdict judge(const VerifyParams& p, const Request& r, int64_t i, flo
 SPECDEC_HD NodeFacts node_facts(const VerifyParams& p, const Request& r, int64_t i,
                                 const LawRow& target, const LawRow& draft, double extra) {
   NodeFacts facts{true, true, false, 0.0, 1.0, NAN, {false, 0.0}, -1};
-  if (p.rule == Rule::kCoupled && !r.greedy && target.law.valid) {
+  if (runs_races(p.rule) && !r.greedy && target.law.valid) {
     facts.winner = static_cast<int64_t>(extra);
   }
   if (i >= r.drafted || !target.law.valid) return facts;

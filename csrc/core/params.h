@@ -4,13 +4,11 @@
 
 #include <cstdint>
 
+#include "rules.h"
+
 namespace specdec {
 
 enum class Element : int8_t { kFloat32, kBFloat16, kFloat16 };
-
-enum class Rule : int8_t { kBlock, kToken, kGreedy, kLenient, kTopBeta, kTypical, kCoupled };
-
-enum class TreeRule : int8_t { kTraversal, kRecursive, kTargetOnly, kGreedy, kCoupled };
 
 // Bits of a `status` output (DESIGN section 7).
 enum Status : int32_t {
@@ -174,7 +172,7 @@ struct VerifyTreeParams {
   SamplingParams target_sampling;
   SamplingParams draft_sampling;
   Randomness randomness;  // uniforms [B, N]
-  TreeRule rule = TreeRule::kTraversal;
+  Rule rule = Rule::kTraversal;
   bool raw_logprobs = false;
   int64_t* out_tokens = nullptr;    // [B, N]; outputs are contiguous
   int64_t* path = nullptr;          // [B, N]

@@ -34,25 +34,14 @@ struct Request {
 
 namespace SPECDEC_CPU_ISA {
 
-SPECDEC_HD bool reads_draft_law(Rule rule) {
-  return rule == Rule::kBlock || rule == Rule::kToken || rule == Rule::kLenient;
+SPECDEC_HD bool is_among(uint32_t rules, Rule rule) {
+  return (rules >> static_cast<int>(rule) & 1) != 0;
 }
 
-SPECDEC_HD bool ignores_sampling(Rule rule) {
-  return rule == Rule::kGreedy || rule == Rule::kTopBeta;
-}
-
-SPECDEC_HD bool reads_draft_law(TreeRule rule) {
-  return rule == TreeRule::kTraversal || rule == TreeRule::kRecursive;
-}
-
-SPECDEC_HD bool ignores_sampling(TreeRule rule) { return rule == TreeRule::kGreedy; }
-
-// Whether the rule draws coins and a final token; the coupled rule races instead.
-template <typename AnyRule>
-SPECDEC_HD bool uses_uniforms(AnyRule rule) {
-  return !ignores_sampling(rule) && rule != AnyRule::kCoupled;
-}
+SPECDEC_HD bool reads_draft_law(Rule rule) { return is_among(kRulesThatReadDraftLaw, rule); }
+SPECDEC_HD bool takes_coins(Rule rule) { return is_among(kRulesThatTakeCoins, rule); }
+SPECDEC_HD bool runs_races(Rule rule) { return is_among(kRulesThatRace, rule); }
+SPECDEC_HD bool ignores_sampling(Rule rule) { return !takes_coins(rule) && !runs_races(rule); }
 
 // Whether a law that the rule reads may have a filter.
 template <typename Params>
@@ -170,7 +159,7 @@ SPECDEC_HD bool is_uniform_fine(const Randomness& r, int64_t b, int64_t slot) {
 
 // Takes the uniform of the final draw.
 SPECDEC_HD void take_final_uniform(const VerifyParams& p, Request* r) {
-  r->draw.u = r->greedy || !uses_uniforms(p.rule) ? 0.0 : uniform_at(p, r->b, p.gamma);
+  r->draw.u = r->greedy || !takes_coins(p.rule) ? 0.0 : uniform_at(p, r->b, p.gamma);
 }
 
 SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {

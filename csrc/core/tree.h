@@ -112,7 +112,7 @@ SPECDEC_HD Row draft_row(const VerifyTreeParams& p, int64_t b, int64_t v) {
 
 // Coins count as 0 where nothing is left to chance.
 SPECDEC_HD double tree_coin(const VerifyTreeParams& p, const Request& r, int64_t v) {
-  if (r.greedy || !uses_uniforms(p.rule)) return 0.0;
+  if (r.greedy || !takes_coins(p.rule)) return 0.0;
   return slot_uniform(p.randomness, r.b, v - 1, p.nodes - 1);
 }
 
@@ -199,7 +199,7 @@ SPECDEC_HD void find_reachable(const VerifyTreeParams& p, Tree* tree, Request* r
 // Takes the uniform of the final draw.
 SPECDEC_HD void take_final_uniform(const VerifyTreeParams& p, Request* r) {
   const int64_t last = p.nodes - 1;
-  const bool takes = !r->greedy && uses_uniforms(p.rule);
+  const bool takes = !r->greedy && takes_coins(p.rule);
   r->draw.u = takes ? slot_uniform(p.randomness, r->b, last, last) : 0.0;
 }
 
@@ -506,7 +506,7 @@ SPECDEC_HD float reported_acceptance(const VerifyTreeParams& p, const Tree& tree
   if (!tree.valid || v >= tree.count) return NAN;
   if (v == 0) return 1.0f;
   if (tree.acceptance[v] >= 0.0) return static_cast<float>(tree.acceptance[v]);
-  if (p.rule != TreeRule::kTraversal) return NAN;
+  if (p.rule != Rule::kTraversal) return NAN;
   while (v > 0 && tree.inflow[v] == kNotLookedAt) v = tree_parent(p, tree.b, v);
   return tree.inflow[v] == 0.0 ? 0.0f : NAN;
 }

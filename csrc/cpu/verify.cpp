@@ -51,7 +51,7 @@ void verify_slice(const VerifyParams& p, const ThreadPool& pool, int64_t begin, 
     write_accepted(p, r);
     if (r.has_target_law) write_extra_token(p, r.b, r.accepted, draws[k]);
   }
-  if (p.raw_logprobs || p.rule == Rule::kTopBeta) {
+  if (p.raw_logprobs) {
     write_raw_logprobs(p, pool, requests.data(), n);
   }
 }

@@ -56,7 +56,7 @@ void verify_stepwise(const VerifyParams& p, const ThreadPool& pool, Request* req
     if (walking == 0) break;
     const Step step = step_tasks(p, requests, walkers.data(), walking, i, tasks.data());
     compute_laws(pool, tasks.data(), 2 * walking);
-    if (p.rule == Rule::kCoupled) {
+    if (runs_races(p.rule)) {
       find_winners(p, pool, requests, walkers.data(), walking, i, step.targets);
     }
     for (int64_t k = 0; k < walking; ++k) {

@@ -199,7 +199,7 @@ void arrive(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice, con
   find_laws(p, pool, *slice, places, n);
   Buffer<int64_t> winners(n);
   for (int64_t i = 0; i < n; ++i) winners[i] = -1;
-  if (p.rule == TreeRule::kCoupled) {
+  if (runs_races(p.rule)) {
     find_winners(p, pool, *slice, places, n, winners.data());
   }
   for (int64_t i = 0; i < n; ++i) {
@@ -269,7 +269,7 @@ void write_raw_logprobs(const VerifyTreeParams& p, const ThreadPool& pool, const
 
 void verify_slice(const VerifyTreeParams& p, const ThreadPool& pool, int64_t begin, int64_t n) {
   Slice slice(p, begin, n);
-  if (p.rule == TreeRule::kTraversal) {
+  if (p.rule == Rule::kTraversal) {
     traverse(p, pool, &slice);
   } else {
     walk(p, pool, &slice);

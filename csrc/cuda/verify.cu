@@ -154,7 +154,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.groups = s.tiles * num_groups(kTile);
   s.finished = filters || p.gamma > kMaxUnfinishedGamma;
-  s.races = p.rule == Rule::kCoupled;
+  s.races = runs_races(p.rule);
   const int64_t rows = p.batch * s.rows;
   const int64_t nodes = block_rule ? p.batch * (p.gamma + 1) : 0;
   const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
@@ -220,7 +220,7 @@ void verify(const VerifyParams& given, const Gpu& gpu) {
     const bool mapped = p.map.ids.data != nullptr;
     launch_split(gpu, "draw_extra", mapped ? draw_extra<true> : draw_extra<false>, p.batch, p, s);
   }
-  if (p.raw_logprobs || p.rule == Rule::kTopBeta) {
+  if (p.raw_logprobs) {
     launch_split(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>, nodes, p, s);
     launch(gpu, "write_raw_logprobs", write_raw_logprobs, (nodes + kWarps - 1) / kWarps, p, s);
   }

@@ -108,7 +108,7 @@ __attribute__((noinline)) __device__ bool take_on(const VerifyTreeParams& p, con
   if (work.sum == Sum::kNone) nodes.begin(r, tree, work.node);
   if (work.sum == Sum::kMass) take_mass(tree, mass, visit);
   if (work.sum == Sum::kRestMass) visit->rest_mass = mass;
-  if (p.rule == TreeRule::kTraversal) {
+  if (p.rule == Rule::kTraversal) {
     flow_down(p, &r, tree, &nodes, work.node);
   } else {
     walk_on(p, &r, tree, &nodes, work.node);
@@ -142,7 +142,7 @@ __attribute__((noinline)) __device__ void close_request(const VerifyTreeParams& 
 // Collective over the block.
 __device__ void end_request(const VerifyTreeParams& p, const TreeScratch& s, int64_t b) {
   const Tree& tree = s.trees[b];
-  if (p.rule == TreeRule::kTraversal) {
+  if (p.rule == Rule::kTraversal) {
     for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
       if (accepts_node(p, s.requests[b], tree, v)) mark_way(p, tree, v);
     }
@@ -216,7 +216,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   TreeScratch s;
   const bool filters = any_filters(p);
   const bool has_draft = p.draft.data != nullptr && reads_draft_law(p.rule);
-  const bool races = p.rule == TreeRule::kCoupled;
+  const bool races = runs_races(p.rule);
   const int64_t nodes = p.batch * p.nodes;
   s.rows = has_draft ? 2 * p.nodes : p.nodes;
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
@@ -262,7 +262,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
 // later would find that all is done.
 int64_t judges(const VerifyTreeParams& p, const WorkQueue& queue) {
   constexpr int64_t kVisitsAtOnce = 4;  // of a request, at a guess; one under a walk
-  const int64_t visits = p.rule == TreeRule::kTraversal ? kVisitsAtOnce : 1;
+  const int64_t visits = p.rule == Rule::kTraversal ? kVisitsAtOnce : 1;
   const int64_t blocks = p.batch * queue.splits * visits;
   return blocks < kChipBlocks / 4 ? blocks : kChipBlocks / 4;
 }

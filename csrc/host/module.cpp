@@ -1,7 +1,9 @@
-// The pybind11 module: host structures that are no tensors, and the facts of the build.
+// The pybind11 module: host structures that are no tensors, the facts of the build, and what C++
+// knows of the contract.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "../core/tree.h"
 #include "text_search.h"
 
 namespace py = pybind11;
@@ -20,6 +22,34 @@ py::dict build_info() {
       "torch"_a = SPECDEC_TORCH_VERSION, "torch_cuda"_a = SPECDEC_TORCH_CUDA_VERSION);
 }
 
+// The facts that specdec_ext/contract.py has, too, under its names.
+py::dict contract() {
+  using namespace specdec;
+  using py::literals::operator""_a;
+  const auto number = [](auto value) { return static_cast<int64_t>(value); };
+  py::list rules;
+  for (const NamedRule& r : kRules) {
+    const auto has = [&](Trait trait) { return (r.traits & trait) != 0; };
+    rules.append(py::dict("name"_a = r.name, "chains"_a = has(kChains), "trees"_a = has(kTrees),
+                          "lossless"_a = has(kLossless), "reads_draft_law"_a = has(kReadsDraftLaw),
+                          "takes_coins"_a = has(kTakesCoins), "races"_a = has(kRaces),
+                          "stepwise"_a = has(kStepwise), "raw_logprobs"_a = has(kRawLogprobs)));
+  }
+  return py::dict(
+      "rules"_a = rules, "GREEDY_BELOW"_a = kGreedyTemperature,
+      "STATUS_NO_TARGET_LAW"_a = number(kNoTargetLaw),
+      "STATUS_INVALID_DRAFT_TOKEN"_a = number(kInvalidDraftToken),
+      "STATUS_NO_DRAFT_LAW"_a = number(kNoDraftLaw),
+      "STATUS_PARAMETER_OUT_OF_RANGE"_a = number(kParameterOutOfRange),
+      "STATUS_INVALID_TREE"_a = number(kInvalidTree),
+      "KIND_DETERMINISTIC"_a = number(ChildKind::kDeterministic),
+      "KIND_IID"_a = number(ChildKind::kIid),
+      "KIND_WITHOUT_REPLACEMENT"_a = number(ChildKind::kWithoutReplacement),
+      "KIND_REST"_a = number(ChildKind::kRest), "DOMAIN_ACCEPT"_a = number(Domain::kAccept),
+      "DOMAIN_RESIDUAL"_a = number(Domain::kResidual), "DOMAIN_DRAFT"_a = number(Domain::kDraft),
+      "DOMAIN_COUPLED"_a = number(Domain::kCoupled));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
@@ -27,6 +57,9 @@ PYBIND11_MODULE(_host, m) {
   m.def("build_info", &build_info,
         "What this build was made with: compilers, C++ standard, build type, CPU variants, torch; "
         "and why it has no CUDA kernels, empty if it has them.");
+
+  m.def("contract", &contract,
+        "The rules, status bits, kinds, domains and the greedy threshold as C++ has them.");
 
   using specdec::InputMatcher;
   using specdec::RepeatFinder;

@@ -310,6 +310,15 @@ int64_t any_vocab(Random& random) {
                             : random.pick<int64_t>({255, 256, 257, 1023, 4095, 4096, 4097, 9001});
 }
 
+bool has(Rule rule, Trait trait) { return (kRules[static_cast<int>(rule)].traits & trait) != 0; }
+
+Rule any_rule(Random& random, Trait family) {
+  for (;;) {
+    const auto rule = static_cast<Rule>(random.below(static_cast<int64_t>(std::size(kRules))));
+    if (has(rule, family)) return rule;
+  }
+}
+
 void run_row_law(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   RowLawParams p;
   p.rows = c.random.below(5);
@@ -408,7 +417,7 @@ void run_verify(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   VerifyParams p;
   p.batch = c.random.below(5);
   p.gamma = c.random.below(5);
-  p.rule = static_cast<Rule>(c.random.below(7));
+  p.rule = any_rule(c.random, kChains);
   const int64_t vocab = any_vocab(c.random);
   p.target = c.any_rows(p.batch, p.gamma + 1, vocab);
   p.mask = c.mask(p.batch, p.gamma + 1, (vocab + 31) / 32, vocab);
@@ -418,9 +427,7 @@ void run_verify(Case& c, const Kernels& kernels, const ThreadPool& pool) {
     p.draft_is_probs = c.random.chance(0.3);
     p.draft = c.any_rows(p.batch, p.gamma, width, p.draft_is_probs);
     // As csrc/torch does: the map is dropped where no draft law is read.
-    if (p.rule == Rule::kBlock || p.rule == Rule::kToken || p.rule == Rule::kLenient) {
-      p.map = c.map(width, vocab, vocab);
-    }
+    if (has(p.rule, kReadsDraftLaw)) p.map = c.map(width, vocab, vocab);
     ids = std::max(vocab, width);
   }
   p.draft_tokens = c.ids(p.batch, p.gamma, [&] {
@@ -445,14 +452,14 @@ void run_verify(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   }
   p.target_sampling = c.sampling(p.batch);
   p.draft_sampling = c.random.chance(0.5) ? p.target_sampling : c.sampling(p.batch);
-  p.randomness = c.randomness(p.batch, p.gamma + 1, p.rule == Rule::kCoupled);
+  p.randomness = c.randomness(p.batch, p.gamma + 1, has(p.rule, kRaces));
   p.relaxed.lenience = c.random.pick({1.0, 0.5, 1e-300});
   p.relaxed.beta = c.random.pick<int64_t>({1, 3, INT64_MAX});
   p.relaxed.tau = c.random.pick({0.0, 1.0, 1e300});
   p.relaxed.epsilon = c.random.pick({0.09, 1e-300, 1e300});
   p.relaxed.delta = c.random.pick({0.3, 1e-300, 1e300});
   p.full_accept_probs = c.random.chance(0.5);
-  p.raw_logprobs = c.random.chance(0.3);
+  p.raw_logprobs = c.random.chance(0.3) || has(p.rule, kRawLogprobs);
   p.tokens = c.arena.make<int64_t>(p.batch * (p.gamma + 1));
   p.num_accepted = c.arena.make<int32_t>(p.batch);
   p.logprobs = c.arena.make<float>(p.batch * (p.gamma + 1));
@@ -500,7 +507,7 @@ void run_verify_tree(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   VerifyTreeParams p;
   p.batch = c.random.below(4);
   p.nodes = 1 + c.random.below(9);
-  p.rule = static_cast<TreeRule>(c.random.below(5));
+  p.rule = any_rule(c.random, kTrees);
   const int64_t vocab = any_vocab(c.random);
   p.target = c.any_rows(p.batch, p.nodes, vocab);
   p.mask = c.mask(p.batch, p.nodes, (vocab + 31) / 32, vocab);
@@ -519,9 +526,7 @@ void run_verify_tree(Case& c, const Kernels& kernels, const ThreadPool& pool) {
     }
     p.draft = c.rows(p.batch, p.draft_rows, width, p.draft_is_probs);
     // As csrc/torch does: the map is dropped where no draft law is read.
-    if (p.rule == TreeRule::kTraversal || p.rule == TreeRule::kRecursive) {
-      p.map = c.map(width, vocab, vocab);
-    }
+    if (has(p.rule, kReadsDraftLaw)) p.map = c.map(width, vocab, vocab);
     ids = std::max(vocab, width);
   }
   p.parents = any_parents(c, p.batch, p.nodes);
@@ -543,7 +548,7 @@ void run_verify_tree(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   }
   p.target_sampling = c.sampling(p.batch);
   p.draft_sampling = c.random.chance(0.5) ? p.target_sampling : c.sampling(p.batch);
-  p.randomness = c.randomness(p.batch, p.nodes, p.rule == TreeRule::kCoupled);
+  p.randomness = c.randomness(p.batch, p.nodes, has(p.rule, kRaces));
   p.raw_logprobs = c.random.chance(0.3);
   p.out_tokens = c.arena.make<int64_t>(p.batch * p.nodes);
   p.path = c.arena.make<int64_t>(p.batch * p.nodes);

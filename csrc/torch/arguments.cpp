@@ -141,30 +141,12 @@ Randomness check_randomness(const Checker& check, const OptionalTensor& uniforms
   return r;
 }
 
-template <typename R>
-struct NamedRule {
-  const char* name;
-  R rule;
-};
-
-constexpr NamedRule<TreeRule> kTreeRules[] = {
-    {"traversal", TreeRule::kTraversal},    {"recursive", TreeRule::kRecursive},
-    {"target_only", TreeRule::kTargetOnly}, {"greedy", TreeRule::kGreedy},
-    {"coupled", TreeRule::kCoupled},
-};
-
-// One line a rule; the same order as `RULES` in specdec_ext/ops.py.
-constexpr NamedRule<Rule> kRules[] = {
-    {"block", Rule::kBlock},     {"token", Rule::kToken},      {"greedy", Rule::kGreedy},
-    {"lenient", Rule::kLenient}, {"top_beta", Rule::kTopBeta}, {"typical", Rule::kTypical},
-    {"coupled", Rule::kCoupled},
-};
-
-template <typename R, size_t kCount>
-R check_rule(const Checker& check, const NamedRule<R> (&rules)[kCount], const std::string& name) {
+// `family`: kChains or kTrees.
+const NamedRule& check_rule(const Checker& check, Trait family, const std::string& name) {
   std::string known;
-  for (const NamedRule<R>& r : rules) {
-    if (name == r.name) return r.rule;
+  for (const NamedRule& r : kRules) {
+    if ((r.traits & family) == 0) continue;
+    if (name == r.name) return r;
     known += std::string(known.empty() ? "" : ", ") + "\"" + r.name + "\"";
   }
   check.fail("rule must be one of " + known + ", got \"" + name + "\"");
@@ -279,7 +261,8 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
                         OptionalTensor draft_token_ids) {
   const Checker check("verify", target_logits);
   VerifyParams p;
-  p.rule = check_rule(check, kRules, rule);
+  const NamedRule& named = check_rule(check, kChains, rule);
+  p.rule = named.rule;
   p.relaxed = check_relaxed(check, lenience, beta, tau, epsilon, delta);
   p.draft_tokens = check.ids(draft_tokens, "draft_tokens", "[B, G]", {-1, -1});
   const int64_t batch = draft_tokens.size(0);
@@ -312,12 +295,12 @@ VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTenso
   p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
   p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
                                     p.target_sampling, batch);
-  check.require(p.rule != Rule::kCoupled || !uniforms.has_value(),
-                "rule \"coupled\" needs seeds and positions, got uniforms");
+  check.require((named.traits & kRaces) == 0 || !uniforms.has_value(),
+                "rule \"" + rule + "\" needs seeds and positions, got uniforms");
   p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, gamma + 1,
                                   !SPECDEC_CPU_ISA::ignores_sampling(p.rule));
   p.full_accept_probs = full_accept_probs;
-  p.raw_logprobs = raw_logprobs;
+  p.raw_logprobs = raw_logprobs || (named.traits & kRawLogprobs) != 0;
 
   VerifyCall call{p,
                   {new_tensor(target_logits, {batch, gamma + 1}, ScalarType::Long),
@@ -346,7 +329,8 @@ VerifyTreeCall check_verify_tree(Tensor target_logits, Tensor tokens, Tensor par
                                  OptionalTensor draft_token_ids) {
   const Checker check("verify_tree", target_logits);
   VerifyTreeParams p;
-  p.rule = check_rule(check, kTreeRules, rule);
+  const NamedRule& named = check_rule(check, kTrees, rule);
+  p.rule = named.rule;
   p.tokens = check.ids(tokens, "tokens", "[B, N]", {-1, -1});
   const int64_t batch = tokens.size(0);
   const int64_t nodes = tokens.size(1);
@@ -383,11 +367,11 @@ VerifyTreeCall check_verify_tree(Tensor target_logits, Tensor tokens, Tensor par
   p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
   p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
                                     p.target_sampling, batch);
-  check.require(p.rule != TreeRule::kCoupled || !uniforms.has_value(),
-                "rule \"coupled\" needs seeds and positions, got uniforms");
+  check.require((named.traits & kRaces) == 0 || !uniforms.has_value(),
+                "rule \"" + rule + "\" needs seeds and positions, got uniforms");
   p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, nodes,
                                   !SPECDEC_CPU_ISA::ignores_sampling(p.rule), "[B, N]");
-  p.raw_logprobs = raw_logprobs;
+  p.raw_logprobs = raw_logprobs || (named.traits & kRawLogprobs) != 0;
 
   VerifyTreeCall call{p,
                       {new_tensor(target_logits, {batch, nodes}, ScalarType::Long),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_ext.contract import GREEDY_BELOW
 from specdec_ext.decoding.checks import (
     integer,
     is_model,
@@ -17,7 +18,6 @@ from specdec_ext.decoding.checks import (
     token_ids,
 )
 
-GREEDY_BELOW = 1e-6  # a temperature under this is 0
 MOST_NEW_TOKENS = 2**62  # positions, which are int64, have room for as many behind any prompt
 
 

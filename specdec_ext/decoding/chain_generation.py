@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.contract import rule_names
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.drafters import Drafter, Requests, last_tokens
 from specdec_ext.decoding.policies import GammaPolicy
@@ -20,7 +21,6 @@ from specdec_ext.decoding.stopping import Stops
 
 __all__ = ["Burst", "ChainGeneration", "Generated", "GenerationError"]
 
-READ_DRAFT_LAW = ("block", "token", "lenient")
 DRAFT_ENDED_EARLY = ops.STATUS_INVALID_DRAFT_TOKEN | ops.STATUS_NO_DRAFT_LAW
 ROOM = 512  # slots that the caches allocate beyond the prompt; they double when it is used up
 FATAL = {
@@ -120,11 +120,7 @@ class ChainGeneration:
     Rows of the batch are the running requests: a request that ends leaves the batch.
     """
 
-    lossless: tuple[str, ...] = (
-        "block",
-        "token",
-        "coupled",
-    )  # at temperature 0, the same as "greedy"
+    lossless = rule_names(chains=True, lossless=True)  # at temperature 0, the same as "greedy"
     trees = False  # whether a round's draft is a tree
 
     def __init__(
@@ -156,7 +152,7 @@ class ChainGeneration:
         self.filters = {} if self.rule == "greedy" else filters
         self.seeds = seeds
         self.rule_options = rule_options
-        self.needs_law = self.rule in READ_DRAFT_LAW
+        self.needs_law = self.rule in rule_names(chains=True, reads_draft_law=True)
         self.greedy = greedy
         self.processors = processors
         self.stops = stops
@@ -208,7 +204,7 @@ class ChainGeneration:
                 self.filters,
                 self.greedy,
                 self.needs_law,
-                coupled=self.rule == "coupled",
+                coupled=self.rule in rule_names(races=True),
                 static_cache=self.static_cache,
                 process=self._process_draft if self.processors else None,
             )

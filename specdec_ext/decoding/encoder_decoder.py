@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import ModelOutput
+
+from specdec_ext.decoding.decoder_positions import PositionTable, ToldPositions
+from specdec_ext.decoding.decoder_trials import find_manner
+from specdec_ext.decoding.module_views import with_part
 
 __all__ = ["EncodedModel", "encoded"]
 
@@ -22,29 +24,37 @@ class EncodedModel:
     """An encoder-decoder model that has read its inputs; called as a causal model on decoder ids.
 
     Made by `encoded`. Every generation works on a copy of its own (`begin`), which shares the model
-    and the encoder's output.
+    and the encoder's output, so that several threads can use one.
 
     Parameters
     ----------
     model : torch.nn.Module
         A Hugging Face encoder-decoder.
-    states : Tensor
-        ``[B, S, d]``, the encoder's output.
+    outputs : ModelOutput
+        What the encoder gave: ``last_hidden_state`` ``[B, S, d]``, and whatever the model reads
+        beside it.
     mask : Tensor or None
         ``[B, S]``, zeros at padding of the encoder's input.
     """
 
-    def __init__(self, model: Any, states: Tensor, mask: Tensor | None) -> None:
-        config = model.config
-        self.model, self.states, self.mask = model, states, mask
+    def __init__(self, model: Any, outputs: ModelOutput, mask: Tensor | None) -> None:
+        text = model.config.get_text_config(decoder=True)
+        self.model, self.outputs, self.mask = model, outputs, mask
         self.config = SimpleNamespace(
-            vocab_size=config.vocab_size,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
+            **{
+                name: getattr(model.config, name, getattr(text, name, None))
+                for name in ("vocab_size", "eos_token_id", "pad_token_id")
+            }
         )
         self.generation_config = model.generation_config
         self.dtype, self.device, self.training = model.dtype, model.device, model.training
         self._cross: Any = DynamicCache()
+
+    @property
+    def states(self) -> Tensor:
+        """What the encoder gave, ``[B, S, d]``."""
+        states: Tensor = self.outputs[0]
+        return states
 
     def begin(self) -> EncodedModel:
         """Give a copy that has not been called yet."""
@@ -54,14 +64,15 @@ class EncodedModel:
 
     def select(self, rows: Tensor) -> None:
         """Keep only these requests."""
-        self.states = self.states[rows]
+        self.outputs = _rows_of(self.outputs, rows)
         self.mask = None if self.mask is None else self.mask[rows]
         if len(self._cross):
             self._cross.batch_select_indices(rows)
 
     def get_input_embeddings(self) -> Any:
-        """Return the decoder's embeddings."""
-        return self.model.get_input_embeddings()
+        """Return the decoder's embeddings; the encoder's may be of other tokens, or of images."""
+        decoder = self.model.get_decoder()
+        return getattr(decoder, "get_input_embeddings", lambda: None)()
 
     def forward(
         self,
@@ -71,14 +82,19 @@ class EncodedModel:
         use_cache: bool = True,
     ) -> Any:
         """Run the decoder; arguments are about decoder ids."""
-        return self._run(input_ids, past_key_values, attention_mask)
+        return self._run(self.model, input_ids, past_key_values, attention_mask)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`."""
         return self.forward(*args, **kwargs)
 
     def _run(
-        self, input_ids: Tensor, cache: Cache | None, mask: Tensor | None, **kwargs: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         if len(self.states) != len(input_ids):
             raise ValueError(
@@ -87,10 +103,10 @@ class EncodedModel:
             )
         if cache is not None:
             kwargs["past_key_values"] = EncoderDecoderCache(cache, self._cross)
-        return self.model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=self.states),
-            # Whisper's encoder has no mask to give.
-            **({} if self.mask is None else {"attention_mask": self.mask}),
+        if self.mask is not None and "attention_mask" in signature(model.forward).parameters:
+            kwargs["attention_mask"] = self.mask
+        return model(
+            encoder_outputs=self.outputs,
             decoder_input_ids=input_ids,
             decoder_attention_mask=mask,
             use_cache=cache is not None,
@@ -98,8 +114,8 @@ class EncodedModel:
         )
 
 
-class _PositionedModel(EncodedModel):
-    """One whose decoder embeds positions: where rows are ragged, it must be told them."""
+class _NumberedModel(EncodedModel):
+    """One that is told positions by an argument."""
 
     def forward(  # type: ignore[override]
         self,
@@ -110,33 +126,64 @@ class _PositionedModel(EncodedModel):
         use_cache: bool = True,
     ) -> Any:
         """Run the decoder; arguments are about decoder ids."""
+        told = {} if position_ids is None else {"decoder_position_ids": position_ids}
+        return self._run(self.model, input_ids, past_key_values, attention_mask, **told)
+
+
+class _PositionedModel(EncodedModel):
+    """One whose decoder counts positions in cache slots: it is told them through a view of it."""
+
+    def __init__(
+        self,
+        model: Any,
+        outputs: ModelOutput,
+        mask: Tensor | None,
+        table: PositionTable,
+    ) -> None:
+        super().__init__(model, outputs, mask)
+        self._table = table
+        self._look()
+
+    def _look(self) -> None:
+        """Make a view of the model, for this object alone."""
+        self._told = ToldPositions(self.model.get_submodule(self._table.path), self._table)
+        self._view = with_part(self.model, self._table.path, self._told)
+
+    def begin(self) -> EncodedModel:
+        """Give a copy that has not been called yet."""
+        fresh = super().begin()
+        assert isinstance(fresh, _PositionedModel)
+        fresh._look()
+        return fresh
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool = True,
+    ) -> Any:
+        """Run the decoder; arguments are about decoder ids."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        slots = past + input_ids.shape[1]
+        # In one call such a decoder counts without its padding tokens, in several with them.
+        if position_ids is None and self._table.pad_token is not None:
+            position_ids = torch.arange(past, slots, device=input_ids.device).expand_as(input_ids)
         if position_ids is None:
-            return self._run(input_ids, past_key_values, attention_mask)
-        if "decoder_position_ids" in signature(self.model.forward).parameters:
-            return self._run(
-                input_ids, past_key_values, attention_mask, decoder_position_ids=position_ids
-            )
-        with _positions(self.model, position_ids):
-            return self._run(input_ids, past_key_values, attention_mask)
+            return self._run(self.model, input_ids, past_key_values, attention_mask)
+        self._told.tell(input_ids, position_ids, slots)
+        return self._run(self._view, input_ids, past_key_values, attention_mask)
 
 
-def _embedded_positions(model: Any) -> Any:
-    """Return the module that embeds a decoder's positions, None if it has none."""
-    return getattr(model.get_decoder(), "embed_positions", None)
-
-
-@contextmanager
-def _positions(model: Any, position_ids: Tensor) -> Iterator[None]:
-    """Let a decoder that counts positions by cache slots embed these, ``[B, m]``, instead."""
-
-    def embed(module: Any, args: Any, output: Tensor) -> Tensor:
-        return F.embedding(position_ids + getattr(module, "offset", 0), module.weight)
-
-    handle = _embedded_positions(model).register_forward_hook(embed)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _rows_of(outputs: ModelOutput, rows: Tensor) -> ModelOutput:
+    """Return what the encoder gave for these requests."""
+    batch = len(outputs[0])
+    kept = {
+        name: value[rows] if isinstance(value, Tensor) and value.shape[:1] == (batch,) else value
+        for name, value in outputs.items()
+    }
+    return type(outputs)(**kept)
 
 
 @torch.inference_mode()
@@ -169,7 +216,15 @@ def encoded(
     Raises
     ------
     TypeError
-        A model that is no encoder-decoder, or whose decoder's positions are in no known place.
+        A model that is no encoder-decoder.
+    ValueError
+        Its decoder cannot run several tokens in one call over a key-value cache (ProphetNet's), or
+        has no causal mask there (FSMT's).
+
+    Notes
+    -----
+    The decoder is run on a handful of tokens, the first time, to see how it can be told positions.
+    One that cannot be runs one request at a time where they would matter.
 
     Examples
     --------
@@ -179,17 +234,26 @@ def encoded(
     """
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise TypeError(f"encoded: {type(model).__name__} is no encoder-decoder")
-    embedding = _embedded_positions(model)
-    told = "decoder_position_ids" in signature(model.forward).parameters
-    if not (embedding is None or told or isinstance(embedding, torch.nn.Embedding)):
-        raise TypeError(
-            f"encoded: the decoder of {type(model).__name__} embeds positions by "
-            f"{type(embedding).__name__}; ragged batches could not be told theirs"
-        )
     if encoder_outputs is None:
         given = {} if attention_mask is None else {"attention_mask": attention_mask}
         encoder_outputs = model.get_encoder()(**encoder_inputs, **given)
-    states = encoder_outputs[0]
-    audio = "input_features" in signature(model.forward).parameters
-    kind = EncodedModel if embedding is None else _PositionedModel
-    return kind(model, states, None if audio else attention_mask)
+    if not isinstance(encoder_outputs, ModelOutput):
+        encoder_outputs = BaseModelOutput(last_hidden_state=encoder_outputs[0])
+    return _of_its_kind(model, encoder_outputs, attention_mask)
+
+
+def _of_its_kind(model: Any, outputs: ModelOutput, mask: Tensor | None) -> EncodedModel:
+    """Choose how the decoder is told positions, by what it does with them."""
+    plain = EncodedModel(model, outputs, mask)
+    if not len(plain.states):
+        return plain
+
+    def tell(table: PositionTable) -> EncodedModel:
+        return _PositionedModel(model, outputs, mask, table)
+
+    manner = find_manner(plain, tell)
+    if manner.fault is not None:
+        raise ValueError(f"encoded: the decoder of {type(model).__name__} {manner.fault}")
+    if "decoder_position_ids" in signature(model.forward).parameters or manner.heeds:
+        return _NumberedModel(model, outputs, mask)
+    return plain if manner.table is None else tell(manner.table)

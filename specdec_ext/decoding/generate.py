@@ -60,7 +60,7 @@ def generate(
 ) -> Generated:
     """Generate with a target model and a draft: each target call verifies several draft tokens.
 
-    Under the rules ``"block"``, ``"token"`` and ``"coupled"`` the new tokens are distributed as the
+    Under every lossless rule, the default among them, the new tokens are distributed as the
     target's own: sampled, they follow its law under the given filters; at temperature 0 they are
     its greedy choice. Only the wall time depends on the draft. (Leviathan et al., arXiv 2211.17192;
     block verification: Sun et al., arXiv 2403.10444.) Under ``"coupled"`` the very tokens do not

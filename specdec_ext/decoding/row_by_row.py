@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.hosting import HostedModel
+if TYPE_CHECKING:
+    from specdec_ext.decoding.hosting import HostedModel
 
 __all__ = ["RowByRow"]
 

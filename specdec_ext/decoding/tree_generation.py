@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from specdec_ext import ops
+from specdec_ext.contract import rule_names
 from specdec_ext.decoding.chain_generation import (
     Burst,
     ChainGeneration,
@@ -23,7 +24,7 @@ __all__ = ["TreeGeneration"]
 class TreeGeneration(ChainGeneration):
     """As `ChainGeneration`, whose loop it shares; a round drafts and verifies a tree."""
 
-    lossless = ("traversal", "recursive", "target_only", "coupled")
+    lossless = rule_names(trees=True, lossless=True)
     trees = True
     drafter: Any
 

@@ -28,6 +28,15 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops, reference
+from specdec_ext.contract import (
+    DOMAIN_COUPLED,
+    DOMAIN_DRAFT,
+    GREEDY_BELOW,
+    KIND_DETERMINISTIC,
+    KIND_IID,
+    KIND_REST,
+    KIND_WITHOUT_REPLACEMENT,
+)
 from specdec_ext.decoding.checks import integer, items, number_in, shown
 
 __all__ = [
@@ -44,8 +53,6 @@ __all__ = [
 #: How the children of a node can be drawn.
 CHILDREN = ("without_replacement", "iid", "rest", "top_k", "coupled")
 
-_DETERMINISTIC, _IID, _WITHOUT_REPLACEMENT, _REST = range(4)
-_DRAFT, _COUPLED = 2, 3
 _MOST_NODES = 1024  # of a tree that `specdec_ext.verify_tree` takes
 
 
@@ -322,7 +329,7 @@ class Noise(NamedTuple):
 
     def uniforms(self, nodes: Tensor) -> Tensor:
         """DRAFT uniforms ``[M]`` of these nodes."""
-        return reference.philox_uniforms(self.seeds, self.positions, nodes, _DRAFT, 0)
+        return reference.philox_uniforms(self.seeds, self.positions, nodes, DOMAIN_DRAFT, 0)
 
 
 def _hide(mask: Tensor, tokens: Tensor) -> None:
@@ -390,7 +397,7 @@ def draw_children(
             filtered,
             seeds=noise.seeds,
             positions=noise.positions + noise.depths,
-            domain=_COUPLED,
+            domain=DOMAIN_COUPLED,
             allowed_mask=mask,
             **temperature,
         ).tokens
@@ -408,15 +415,15 @@ def draw_children(
         return chosen
 
     if children == "iid":
-        return torch.stack([draw(rank) for rank in range(count)], 1), [_IID] * count
+        return torch.stack([draw(rank) for rank in range(count)], 1), [KIND_IID] * count
     if children == "without_replacement":
-        return torch.stack(in_turn(count, draw), 1), [_WITHOUT_REPLACEMENT] * count
+        return torch.stack(in_turn(count, draw), 1), [KIND_WITHOUT_REPLACEMENT] * count
     if children == "coupled":
-        return torch.stack(in_turn(count, race), 1), [_DETERMINISTIC] * count
+        return torch.stack(in_turn(count, race), 1), [KIND_DETERMINISTIC] * count
     if children == "top_k":
-        return torch.stack(in_turn(count, next_best), 1), [_DETERMINISTIC] * count
+        return torch.stack(in_turn(count, next_best), 1), [KIND_DETERMINISTIC] * count
     top = in_turn(count - 1, next_best)  # "rest": drawn last, but visited first
-    return torch.stack([draw(0), *top], 1), [_REST] + [_DETERMINISTIC] * (count - 1)
+    return torch.stack([draw(0), *top], 1), [KIND_REST] + [KIND_DETERMINISTIC] * (count - 1)
 
 
 def draft_static(
@@ -500,7 +507,7 @@ def _grow_level(
     temperature = spread.get("temperature")
     scores = flat.double()
     if temperature is not None:  # at T = 0 the order is what matters; its values are those of T = 1
-        scores = scores / torch.where(temperature < 1e-6, 1.0, temperature)[:, None]
+        scores = scores / torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
     log_q, tokens = scores.log_softmax(-1).topk(min(beam, vocab), -1)
     log_q = torch.where(log_q.isnan(), -torch.inf, log_q)
     each = log_q.shape[-1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.contract import rule_names
 
 __all__ = ["Estimate", "acceptance_rate", "accepted_length", "expected_accepted", "ratio"]
 
@@ -188,7 +189,7 @@ def expected_accepted(accept_probs: Tensor, rule: str = "block") -> Tensor:
     (tensor([0.7500, 1.2500], dtype=torch.float64), tensor([1.2500, 1.2500], dtype=torch.float64))
     """
     h = accept_probs.double().nan_to_num(nan=0.0)
-    if rule != "block":
+    if rule not in rule_names(chains=True, stepwise=False):
         return h.cumprod(1).sum(1)
     none_from = (1.0 - h).flip(1).cumprod(1)  # the last factor first; the sum has no order
     return (1.0 - none_from).sum(1)
@@ -244,8 +245,8 @@ def accepted_length(
     >>> [round(theory.accepted_length([batch], rule).mean * 9, 3) for rule in ("token", "block")]
     [10.0, 11.0]
     """
-    if rule == "coupled":
-        raise ValueError("accepted_length: rule 'coupled' is decided by its noise, not by coins")
+    if rule in rule_names(races=True):
+        raise ValueError(f"accepted_length: rule {rule!r} is decided by its noise, not by coins")
     moments = _Moments()
     for number, (target, tokens, draft) in enumerate(batches):
         # No accept_probs depends on the coins; at 0 every row that can be reached is reached.

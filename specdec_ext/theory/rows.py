@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.contract import GREEDY_BELOW
 
 __all__ = ["divergence", "lenient_acceptance", "rejection_sampling_acceptance"]
 
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
-_GREEDY_BELOW = 1e-6  # a temperature under this is 0
 
 
 def divergence(target_logits: Tensor, draft_logits: Tensor, **filters: Any) -> Tensor:
@@ -96,7 +96,7 @@ def lenient_acceptance(
     if not 0 < lenience <= 1:
         raise ValueError(f"lenient_acceptance: lenience must be in (0, 1], got {lenience}")
     temperature = filters.get("temperature")
-    if temperature is not None and bool((torch.as_tensor(temperature) < _GREEDY_BELOW).any()):
+    if temperature is not None and bool((torch.as_tensor(temperature) < GREEDY_BELOW).any()):
         raise ValueError(
             "lenient_acceptance: at temperature 0 the rule compares unfiltered probabilities: "
             'use accepted_length(..., rule="lenient")'

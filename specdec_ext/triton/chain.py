@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from specdec_ext import contract
+
 from .draw import Task, no_siblings, store_task
 from .laws import (
     NO_LAW,
@@ -29,10 +31,10 @@ COLUMNS = tl.constexpr(16)
 NEVER = tl.constexpr(2147483647)
 
 # Bits of `status`.
-NO_TARGET_LAW = tl.constexpr(1)
-INVALID_DRAFT_TOKEN = tl.constexpr(2)
-NO_DRAFT_LAW = tl.constexpr(4)
-PARAMETER_OUT_OF_RANGE = tl.constexpr(8)
+NO_TARGET_LAW = tl.constexpr(contract.STATUS_NO_TARGET_LAW)
+INVALID_DRAFT_TOKEN = tl.constexpr(contract.STATUS_INVALID_DRAFT_TOKEN)
+NO_DRAFT_LAW = tl.constexpr(contract.STATUS_NO_DRAFT_LAW)
+PARAMETER_OUT_OF_RANGE = tl.constexpr(contract.STATUS_PARAMETER_OUT_OF_RANGE)
 
 
 class Chain(NamedTuple):

@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_ext.contract import STATUS_INVALID_TREE, STATUS_PARAMETER_OUT_OF_RANGE
+
 from .launch import launch
 
-PARAMETER_OUT_OF_RANGE = tl.constexpr(8)
-INVALID_TREE = tl.constexpr(16)
+PARAMETER_OUT_OF_RANGE = tl.constexpr(STATUS_PARAMETER_OUT_OF_RANGE)
+INVALID_TREE = tl.constexpr(STATUS_INVALID_TREE)
 
 #: Steps of a path that are checked at once.
 STEPS = tl.constexpr(64)

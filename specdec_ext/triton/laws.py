@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from specdec_ext.contract import GREEDY_BELOW
+
 # ---- what comes in ------------------------------------------------------------------------------
 
 
@@ -139,7 +141,7 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 DOUBLE_MAX = tl.constexpr(1.7976931348623157e308)
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
-GREEDY_TEMPERATURE = tl.constexpr(1e-6)
+GREEDY_TEMPERATURE = tl.constexpr(GREEDY_BELOW)
 
 #: Entries that share one maximum where filters are given; a tile is a whole number of groups.
 GROUP = tl.constexpr(128)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-ACCEPT = tl.constexpr(0)
-RESIDUAL = tl.constexpr(1)
-COUPLED = tl.constexpr(3)
+from specdec_ext import contract
+
+ACCEPT = tl.constexpr(contract.DOMAIN_ACCEPT)
+RESIDUAL = tl.constexpr(contract.DOMAIN_RESIDUAL)
+COUPLED = tl.constexpr(contract.DOMAIN_COUPLED)
 
 WORD = tl.constexpr(0xFFFFFFFF)
 

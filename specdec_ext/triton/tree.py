@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from specdec_ext import contract
+
 from .chain import INVALID_DRAFT_TOKEN, PARAMETER_OUT_OF_RANGE, begin_request
 from .philox import is_uniform
 from .tree_mask import INVALID_TREE, tree_size
 
 # Kinds of children.
-IID = tl.constexpr(1)
-WITHOUT_REPLACEMENT = tl.constexpr(2)
-REST = tl.constexpr(3)
+IID = tl.constexpr(contract.KIND_IID)
+WITHOUT_REPLACEMENT = tl.constexpr(contract.KIND_WITHOUT_REPLACEMENT)
+REST = tl.constexpr(contract.KIND_REST)
 
 # Instead of an inflow, of nodes that have none.
 NOT_LOOKED_AT = tl.constexpr(-1.0)

@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_ext.contract import STATUS_INVALID_TREE
+
 from .launch import INTERPRETED, launch
 
 #: Nodes of a program. Interpreted programs follow each other: one takes all.
 BLOCK = 1024 if INTERPRETED else 64
-INVALID_TREE = tl.constexpr(16)
+INVALID_TREE = tl.constexpr(STATUS_INVALID_TREE)
 
 
 @triton.jit

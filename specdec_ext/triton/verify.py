@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_ext.contract import RULES
+
 from .chain import COLUMNS, Chain, Laws, Outputs, target_law
 from .draw import (
     NO_CHILDREN,
@@ -195,11 +197,10 @@ class Shape(NamedTuple):
     tiles: Tiling
 
 
-IGNORE_SAMPLING = ("greedy", "top_beta")
-READ_DRAFT = ("block", "token", "lenient")
+#: What some rules ask of the target rows beside their laws.
 EXTRAS = {"top_beta": RANK, "typical": ENTROPY}
 
-#: The rules that draw take coins; a race brings its own noise.
+#: A race brings its own noise.
 NO_COINS = coins_of(None, None, None, 0)
 
 
@@ -242,6 +243,9 @@ def _decide_stepwise(
         *(chain, laws, outputs, shape.vocab, shape.gamma),
         *(call.lenience, call.beta, call.tau, call.epsilon, call.delta),
         RULE=call.rule,
+        IGNORES_SAMPLING=RULES[call.rule].ignores_sampling,
+        READS_DRAFT=RULES[call.rule].reads_draft_law,
+        RACED=RULES[call.rule].races,
         FULL=call.full_accept_probs,
         num_warps=1,
     )
@@ -316,19 +320,20 @@ def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Chain:
         token_map.broken,
         own,
         draft_sampling_of(call) if call.draft_logits is not None else NO_SAMPLING,
-        NO_COINS if call.rule == "coupled" else given_coins(call),
+        NO_COINS if RULES[call.rule].races else given_coins(call),
     )
 
 
 def _batches(call: SimpleNamespace, chain: Chain, token_map: TokenMap) -> tuple[Batch, Batch]:
     """Target rows, and the draft's where the rule reads them."""
-    greedy = call.rule in IGNORE_SAMPLING
+    greedy = RULES[call.rule].ignores_sampling
     drafted = (call.draft_tokens, call.draft_lengths)
     mask = mask_of(call.allowed_mask, call.target_logits.shape[-1])
     rows = rows_of(call.target_logits, call.target_rows, mask=mask)
     target = batch_of(rows, sampling_of(greedy=True) if greedy else chain.target, *drafted)
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
-    if draft is None or call.rule not in READ_DRAFT or call.draft_tokens.shape[1] == 0:
+    reads_draft = RULES[call.rule].reads_draft_law
+    if draft is None or not reads_draft or call.draft_tokens.shape[1] == 0:
         return target, NO_BATCH
     linear = call.draft_probs is not None
     rows = rows_of(draft, call.draft_rows, linear=linear, mask=mask, token_map=token_map)
@@ -339,7 +344,8 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
     """Fill the outputs of `specdec_ext.verify`."""
     batch, gamma = call.draft_tokens.shape
     vocab = call.target_logits.shape[-1]
-    ids = call.draft_token_ids if call.rule in READ_DRAFT else None
+    traits = RULES[call.rule]
+    ids = call.draft_token_ids if traits.reads_draft_law else None
     token_map = token_map_of(ids, vocab)
     chain = _chain_of(call, vocab, token_map)
     target, draft = _batches(call, chain, token_map)
@@ -354,14 +360,13 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
         extra=EXTRAS.get(call.rule, NOTHING),
     )
     laws = Laws(data, data[first_draft:] if is_given(draft) else None)
-    raced = call.rule == "coupled"
-    if raced:
+    if traits.races:
         find_winners(shape.tiles, target.rows, given_coins(call), data)
     outputs = Outputs(*results, data.new_empty((batch, TASK_FIELDS.value)))
     if call.rule == "block":
         _decide_block(call, shape, target, draft, chain, laws, outputs)
     else:
         _decide_stepwise(call, shape, chain, laws, outputs)
-    draw_tokens(shape, target, draft, laws, outputs, raced=raced)
-    if call.raw_logprobs or call.rule == "top_beta":
+    draw_tokens(shape, target, draft, laws, outputs, raced=traits.races)
+    if call.raw_logprobs or traits.raw_logprobs:
         _rewrite_logprobs(call, shape, outputs)

@@ -37,20 +37,23 @@ def accepts_relaxed_greedy(law, p, lenience, beta, tau, RULE: tl.constexpr):
 
 
 @triton.jit
-def judge(law, proposals, u, greedy, lenience, beta, tau, epsilon, delta, RULE: tl.constexpr):
+def judge(
+    law, proposals, u, greedy, lenience, beta, tau, epsilon, delta,
+    RULE: tl.constexpr, IGNORES_SAMPLING: tl.constexpr, RACED: tl.constexpr,
+):  # fmt: skip
     """Whether a vector of drafted tokens passes its tests, and with which probability."""
     p = probability(law, law.value, proposals.token)
     certain = accepts_relaxed_greedy(law, p, lenience, beta, tau, RULE)
-    if RULE == "greedy" or RULE == "top_beta":
+    if IGNORES_SAMPLING:
         accepts = certain
         chance = certain.to(tl.float64)
+    elif RACED:
+        wins = proposals.token.to(tl.float64) == law.extra
+        accepts = tl.where(greedy, certain, wins)
+        chance = accepts.to(tl.float64)
     elif RULE == "typical":
         likely = (p > epsilon) | (p > delta * tl.exp(-law.extra))  # than the smaller of the two
         accepts = tl.where(greedy, certain, likely)
-        chance = accepts.to(tl.float64)
-    elif RULE == "coupled":
-        wins = proposals.token.to(tl.float64) == law.extra
-        accepts = tl.where(greedy, certain, wins)
         chance = accepts.to(tl.float64)
     else:
         bound = proposals.q
@@ -66,11 +69,10 @@ def judge(law, proposals, u, greedy, lenience, beta, tau, epsilon, delta, RULE: 
 def decide_stepwise(
     chain, laws, outputs, vocab, gamma,
     lenience: tl.float64, beta: tl.int64, tau: tl.float64, epsilon: tl.float64, delta: tl.float64,
-    RULE: tl.constexpr, FULL: tl.constexpr,
+    RULE: tl.constexpr, IGNORES_SAMPLING: tl.constexpr, READS_DRAFT: tl.constexpr,
+    RACED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Take every request down its chain. Grid: requests."""
-    IGNORES_SAMPLING: tl.constexpr = RULE == "greedy" or RULE == "top_beta"
-    READS_DRAFT: tl.constexpr = RULE == "token" or RULE == "lenient"
     b = tl.program_id(0).to(tl.int64)
     request = open_request(chain, b, vocab, gamma, IGNORES_SAMPLING)
     leaf_at = tl.full([], NEVER, tl.int32)  # where the draft ends
@@ -85,8 +87,9 @@ def decide_stepwise(
         proposals = proposals_at(chain, laws, b, i, request.drafted, gamma, READS_DRAFT)
         u = coins_of(chain, b, i, gamma)
         accepts, chance = judge(
-            law, proposals, u, request.greedy, lenience, beta, tau, epsilon, delta, RULE
-        )
+            law, proposals, u, request.greedy, lenience, beta, tau, epsilon, delta,
+            RULE, IGNORES_SAMPLING, RACED,
+        )  # fmt: skip
         ends = (i >= request.drafted) | (law.kind == NO_LAW)
         usable = ends | tl.where(request.greedy, i >= 0, proposals.usable)
         leaf = ends | (usable == 0)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_ext.contract import RULES
+
 from .chain import Laws
 from .draw import TASK_FIELDS, Children
 from .launch import (
@@ -37,9 +39,6 @@ from .token_map import token_map_of
 from .tree import Flow, Trees, open_trees
 from .tree_visit import TreeOutputs, judge_trees
 from .verify import NO_COINS, Shape, draw_tokens, given_coins
-
-WALKS = ("recursive", "target_only", "greedy", "coupled")
-READ_DRAFT = ("traversal", "recursive")
 
 #: Nodes that the opening compares with all nodes of a request at once.
 STEP = 128 if INTERPRETED else 8
@@ -63,7 +62,7 @@ def write_logprobs(target, laws, outputs, nodes, NODES: tl.constexpr):
 def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Trees:
     tokens, parents, kinds = call.tokens, call.parents, call.kinds
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
-    greedy = call.rule == "greedy"
+    greedy = RULES[call.rule].ignores_sampling
     own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
     return Trees(
         *(tokens, tokens.stride(0), tokens.stride(1)),
@@ -74,7 +73,7 @@ def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Trees:
         token_map.broken,
         sampling_of(greedy=True) if greedy else own,
         draft_sampling_of(call) if call.draft_logits is not None and not greedy else NO_SAMPLING,
-        NO_COINS if call.rule == "coupled" else given_coins(call),
+        NO_COINS if RULES[call.rule].races else given_coins(call),
     )
 
 
@@ -86,7 +85,7 @@ def _batches(
     rows = rows_of(call.target_logits, call.target_rows, mask=mask)
     target = batch_of(rows, trees.target, wanted=flow.wanted)
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
-    if draft is None or call.rule not in READ_DRAFT:
+    if draft is None or not RULES[call.rule].reads_draft_law:
         return target, NO_BATCH
     linear = call.draft_probs is not None
     rows = rows_of(draft, call.draft_rows, linear=linear, mask=mask, token_map=token_map)
@@ -133,8 +132,8 @@ def verify_tree(
     """Fill the outputs of `specdec_ext.verify_tree`."""
     batch, nodes = call.tokens.shape
     vocab = call.target_logits.shape[-1]
-    reads_draft = call.rule in READ_DRAFT
-    token_map = token_map_of(call.draft_token_ids if reads_draft else None, vocab)
+    traits = RULES[call.rule]
+    token_map = token_map_of(call.draft_token_ids if traits.reads_draft_law else None, vocab)
     trees = _trees_of(call, vocab, token_map)
     children, flow = _scratch(call)
     target, draft = _batches(call, trees, flow, token_map)
@@ -147,7 +146,7 @@ def verify_tree(
         open_trees,
         batch,
         *(trees, children, flow, outputs.status, vocab, nodes),
-        READS_DRAFT=reads_draft,
+        READS_DRAFT=traits.reads_draft_law,
         NODES=padded,
         STEP=STEP,
         num_warps=8,
@@ -155,20 +154,19 @@ def verify_tree(
     rows = batch * nodes
     data = compute_laws(tiles, target, rows, draft, rows if is_given(draft) else 0)
     laws = Laws(data, data[rows:] if is_given(draft) else None)
-    raced = call.rule == "coupled"
-    if raced:
+    if traits.races:
         find_winners(tiles, target.rows, given_coins(call), data, depths=flow.depth)
     launch(
         judge_trees,
         batch,
         *(trees, children, flow, target.rows, draft.rows, laws, outputs),
         *(nodes, tiles.number),
-        WALKS=call.rule in WALKS,
+        WALKS=traits.stepwise,
         READS_DRAFT=is_given(draft),
-        RACED=raced,
+        RACED=traits.races,
         NODES=padded,
         TILE=tiles.size,
         num_warps=8,
     )
-    draw_tokens(shape, target, draft, laws, outputs, children=children, raced=raced)
+    draw_tokens(shape, target, draft, laws, outputs, children=children, raced=traits.races)
     _write_logprobs(call, shape, target, data, outputs)

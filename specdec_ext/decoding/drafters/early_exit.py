@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import nn
 
 from specdec_ext.decoding.checks import integer
 from specdec_ext.decoding.drafters.model import ModelDrafter
+from specdec_ext.decoding.module_views import with_part
 
 __all__ = ["EarlyExitDrafter", "first_layers"]
 
@@ -79,20 +79,17 @@ def first_layers(model: Any, layers: int) -> Any:
     True
     """
     layers = integer("early exit: layers", layers)
-    *parents, name = _path_of_layers(model).split(".")
-    view = holder = _shallow_copy(model)
-    for parent in parents:
-        inner = _shallow_copy(getattr(holder, parent))
-        setattr(holder, parent, inner)
-        holder = inner
-    every = getattr(holder, name)
+    path = _path_of_layers(model)
+    every: Any = model.get_submodule(path)
     if not 1 <= layers <= len(every):
         raise ValueError(
             f"early exit: layers must be in [1, {len(every)}] for this {type(model).__name__}, got "
             f"{layers}"
         )
-    setattr(holder, name, every[:layers])
-    return view
+    try:
+        return with_part(model, path, every[:layers])
+    except TypeError as error:
+        raise TypeError(f"early exit: {error}") from error
 
 
 def _path_of_layers(model: Any) -> str:
@@ -117,15 +114,3 @@ def _path_of_layers(model: Any) -> str:
             f"early exit: {kind} must have one list of {count} layers, got {outermost or 'none'}"
         )
     return outermost[0]
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module but not its parts, so that one can be replaced in the copy alone."""
-    if "forward" in vars(module):  # it is bound to the original, and would run all layers
-        raise TypeError(
-            f"early exit: the forward of {type(module).__name__} is wrapped (by accelerate's "
-            "hooks, say); give the model without them"
-        )
-    shallow = copy.copy(module)
-    shallow._modules = dict(module._modules)
-    return shallow

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.contract import rule_names
 from specdec_ext.decoding.checks import flag
 from specdec_ext.decoding.drafters import (
     Draft,
@@ -29,6 +30,8 @@ from specdec_ext.decoding.policies import GammaPolicy, as_policy
 
 __all__ = ["HierarchicalDrafter"]
 
+# The rules that pass on a law which proposals come from.
+RULES = rule_names(chains=True, lossless=True, reads_draft_law=True)
 # Rounds that one call of `propose` may have: the numbers that tell its rounds apart count by this.
 MOST_ROUNDS = 1024
 
@@ -111,8 +114,9 @@ class HierarchicalDrafter(ModelDrafter):
         refill: bool = False,
     ) -> None:
         policy = as_policy("HierarchicalDrafter: gamma", gamma, low=1)
-        if rule not in ("block", "token"):  # others have no law that could be passed on
-            raise ValueError(f"HierarchicalDrafter: rule must be 'block' or 'token', got {rule!r}")
+        if rule not in RULES:
+            known = " or ".join(map(repr, RULES))
+            raise ValueError(f"HierarchicalDrafter: rule must be {known}, got {rule!r}")
         super().__init__(model)
         drafter: Any = as_drafter(draft, "HierarchicalDrafter: draft")
         self.draft: RevisableDrafter | Restarted

@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from specdec_ext.decoding.checks import is_model, shown
-from specdec_ext.decoding.drafters import Draft, GoOn, Requests, begun_or, last_tokens
+from specdec_ext.decoding.drafters.interface import (
+    Draft,
+    Drafter,
+    GoOn,
+    NoDrafter,
+    Requests,
+    begun_or,
+    last_tokens,
+)
 
 if TYPE_CHECKING:
     from specdec_ext.decoding.hosting import HostedModel
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "as_drafter"]
 
 
 class _Heard(NamedTuple):
@@ -217,3 +225,34 @@ class ModelDrafter:
         self._cached.select(rows, indices)
         self._missing = self._missing[rows]
         self._heard = [heard.select(rows, indices) for heard in self._heard]
+
+
+def as_drafter(draft: Any | Drafter | None, name: str = "draft") -> Drafter:
+    """Return the drafter that ``draft`` is, or the one that drives the model that it is.
+
+    Parameters
+    ----------
+    draft : torch.nn.Module, Drafter or None
+        None: the drafter that proposes nothing.
+    name : str
+        The argument, as errors are to say it.
+
+    Raises
+    ------
+    TypeError
+        Something else, or a drafter that lacks a method.
+    """
+    if draft is None:
+        return NoDrafter()
+    if hasattr(draft, "propose") and not isinstance(draft, type):
+        methods = ("start", "propose", "commit", "select")
+        lacking = [method for method in methods if not callable(getattr(draft, method, None))]
+        if lacking:
+            raise TypeError(f"{name} must have {lacking[0]}(), as drafters do, got {shown(draft)}")
+        drafter: Drafter = draft
+        return drafter
+    if not is_model(draft):
+        raise TypeError(
+            f"{name} must be a causal language model, a Drafter or None, got {shown(draft)}"
+        )
+    return ModelDrafter(draft)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.arguments import GREEDY_BELOW
+from specdec_ext.contract import GREEDY_BELOW
 from specdec_ext.decoding.checks import integer
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests
 

@@ -1,11 +1,11 @@
-"""`verify_tree` in plain float64 PyTorch: the text that backends must match.
+"""`verify_tree`, in the words of `specdec_ext.reference`.
 
-A continuation of `specdec_ext.reference`, in its words. Node 0 of a tree is the root, the state
-before anything drafted; node v holds a draft token, and row v of the target logits is the law after
-the tokens on the way from the root to v. The *children* of a node are proposals for one and the
-same next token, looked at in index order. A child's kind says how it was proposed: put there
-(deterministic), or drawn from the law of its parent's draft row: independently of its siblings,
-without replacement, or from what the deterministic siblings leave (rest).
+Node 0 of a tree is the root, the state before anything drafted; node v holds a draft token, and row
+v of the target logits is the law after the tokens on the way from the root to v. The *children* of
+a node are proposals for one and the same next token, looked at in index order. A child's kind says
+how it was proposed: put there (deterministic), or drawn from the law of its parent's draft row:
+independently of its siblings, without replacement, or from what the deterministic siblings leave
+(rest).
 
 A node starts from its target law p. Each rejected child takes its share away, and what remains is
 [p - lambda q]+ outside the tokens tried: nested rejection residuals collapse to the scalar lambda,
@@ -16,12 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .ops import (
+from specdec_ext import contract
+from specdec_ext.contract import (
+    GREEDY_BELOW,
+    KIND_DETERMINISTIC,
+    KIND_IID,
+    KIND_REST,
+    KIND_WITHOUT_REPLACEMENT,
     STATUS_INVALID_DRAFT_TOKEN,
     STATUS_INVALID_TREE,
     STATUS_NO_DRAFT_LAW,
@@ -29,33 +35,33 @@ from .ops import (
     STATUS_PARAMETER_OUT_OF_RANGE,
     VerifyTreeResult,
 )
-from .reference import (
-    NAN,
-    Filters,
-    Law,
-    _both_filters,
-    _clamped,
-    _coins,
-    _DraftVocabulary,
-    _masked,
-    _prob,
-    _ratio,
-    _row,
-    _words_of,
+from specdec_ext.reference import draws
+from specdec_ext.reference.caches import tree_size
+from specdec_ext.reference.draws import (
+    clamped,
     inverse_cdf,
     law_weights,
-    make_law,
     race,
     race_noise,
     residual_weights,
-    tree_size,
+)
+from specdec_ext.reference.laws import (
+    NAN,
+    DraftVocabulary,
+    Filters,
+    Law,
+    both_filters,
+    make_law,
+    masked,
+    prob_of,
+    ratio,
+    row_at,
+    words_of,
 )
 
 __all__ = ["TREE_RULES", "verify_tree"]
 
-DETERMINISTIC, IID, WITHOUT_REPLACEMENT, REST = 0, 1, 2, 3  # kinds
-
-_RULES_THAT_READ_THE_DRAFT = ("traversal", "recursive")
+DRAWN = (KIND_IID, KIND_WITHOUT_REPLACEMENT, KIND_REST)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -72,8 +78,8 @@ def _children(parents: list[int], kinds: list[int]) -> list[list[int]] | None:
     for v in range(1, real):
         children[parents[v]].append(v)
     for siblings in children:
-        sampled = [kinds[c] for c in siblings if kinds[c] in (IID, WITHOUT_REPLACEMENT, REST)]
-        if len(set(sampled)) > 1 or sampled.count(REST) > 1:
+        sampled = [kinds[c] for c in siblings if kinds[c] in DRAWN]
+        if len(set(sampled)) > 1 or sampled.count(KIND_REST) > 1:
             return None
     return children
 
@@ -127,14 +133,14 @@ class _Node:
 
     def offer(self, child: _Child) -> float:
         """Give b, the probability that goes to this child out of what flows in here."""
-        left = _prob(self.p, child.token) - self.lambda_ * _prob(self.q, child.token)
+        left = prob_of(self.p, child.token) - self.lambda_ * prob_of(self.q, child.token)
         if child.token in self.tried or left <= 0 or self.mass <= 0:
             return 0.0
         wanted = self.inflow * (left / self.mass)
         if child.kappa is None:
             return min(1.0, wanted)
         assert child.q is not None
-        return _ratio(wanted, child.kappa * _prob(child.q, child.token))
+        return ratio(wanted, child.kappa * prob_of(child.q, child.token))
 
     def close(self, child: _Child) -> None:
         """Take away what the child was offered."""
@@ -227,23 +233,23 @@ class _Tree:
         if self.law(v) is None:
             return
         children = self.children[v]
-        put_there = [self.tokens[c] for c in children if self.kinds[c] == DETERMINISTIC]
+        put_there = [self.tokens[c] for c in children if self.kinds[c] == KIND_DETERMINISTIC]
         q = self.draft_law(v) if len(put_there) < len(children) else None
         drawn_from = 1.0  # the part of q that the next drawn child comes from
-        if q is not None and any(self.kinds[c] == REST for c in children):
+        if q is not None and any(self.kinds[c] == KIND_REST for c in children):
             q = q.clone()
             q[[token for token in put_there if token < len(q)]] = 0.0
             drawn_from = float(q.sum())
         for c in children:
             x, kind = self.tokens[c], self.kinds[c]
-            if kind == DETERMINISTIC:
+            if kind == KIND_DETERMINISTIC:
                 yield _Child(c, x, None, None)
-            elif q is None or _prob(q, x) <= 0 or drawn_from <= 0:
+            elif q is None or prob_of(q, x) <= 0 or drawn_from <= 0:
                 self.status |= STATUS_NO_DRAFT_LAW
             else:
                 kappa = 1.0 / drawn_from
-                if kind == WITHOUT_REPLACEMENT:
-                    drawn_from -= _prob(q, x)
+                if kind == KIND_WITHOUT_REPLACEMENT:
+                    drawn_from -= prob_of(q, x)
                 yield _Child(c, x, q, kappa)
 
     def draw(self, v: int, node: _Node | None = None) -> int:
@@ -279,7 +285,23 @@ class _Tree:
 # One function per rule
 # -------------------------------------------------------------------------------------------------
 
+_Decide: TypeAlias = Callable[[_Tree], _Verdict]
 
+#: What each rule decides, by its name.
+TREE_RULES: dict[str, _Decide] = {}
+
+
+def _rule(name: str) -> Callable[[_Decide], _Decide]:
+    """Make the function below it what `verify_tree` does under a rule."""
+
+    def enter(decide: _Decide) -> _Decide:
+        TREE_RULES[name] = decide
+        return decide
+
+    return enter
+
+
+@_rule("traversal")
 def _traversal(tree: _Tree) -> _Verdict:
     """All coins are flipped; the first success in post-order wins. Block verification on a chain.
 
@@ -306,6 +328,8 @@ def _traversal(tree: _Tree) -> _Verdict:
     return _Verdict(winner, h, tree.draw(winner, nodes[winner]))
 
 
+@_rule("target_only")
+@_rule("recursive")
 def _recursive(tree: _Tree) -> _Verdict:
     """Flip a child's coin at once: go down with a fresh start, or on to its next sibling.
 
@@ -338,23 +362,16 @@ def _follow(tree: _Tree, choose: Callable[[int], int]) -> _Verdict:
             return _Verdict(v, accept_probs, token)
 
 
+@_rule("greedy")
 def _greedy(tree: _Tree) -> _Verdict:
     """Follow the arg max. Reads neither q nor a coin."""
     return _follow(tree, tree.argmax)
 
 
+@_rule("coupled")
 def _coupled(tree: _Tree) -> _Verdict:
     """Follow what the target itself draws by races (Daliri, Musco, Suresh, arXiv 2408.07978)."""
     return _follow(tree, tree.race)
-
-
-TREE_RULES: dict[str, Callable[[_Tree], _Verdict]] = {
-    "traversal": _traversal,
-    "recursive": _recursive,
-    "target_only": _recursive,
-    "greedy": _greedy,
-    "coupled": _coupled,
-}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -391,25 +408,25 @@ def verify_tree(
     draft_token_ids: Tensor | None = None,
 ) -> VerifyTreeResult:
     """Verify trees of draft tokens; see `specdec_ext.verify_tree`."""
-    if rule not in TREE_RULES:
-        names = ", ".join(TREE_RULES)
+    if rule not in contract.TREE_RULES:
+        names = ", ".join(contract.TREE_RULES)
         raise ValueError(f"verify_tree: rule must be one of {names}, got {rule!r}")
+    traits = contract.RULES[rule]
     batch, size = tokens.shape
     vocab = target_logits.shape[-1]
     draft = draft_logits if draft_logits is not None else draft_probs
-    reads_draft = rule in _RULES_THAT_READ_THE_DRAFT
-    entries = _DraftVocabulary(draft_token_ids if reads_draft else None, vocab)
+    entries = DraftVocabulary(draft_token_ids if traits.reads_draft_law else None, vocab)
     ids = vocab  # draft tokens are below it
     if draft is not None and draft_token_ids is None:
         ids = max(vocab, draft.shape[-1])
 
-    target_filters, draft_filters = _both_filters(
+    target_filters, draft_filters = both_filters(
         (temperature, top_k, top_p, min_p),
         (draft_temperature, draft_top_k, draft_top_p, draft_min_p),
     )
     if seeds is not None:
         assert positions is not None
-        uniforms = _coins(seeds, positions, size, stream=stream)
+        uniforms = draws.uniforms(seeds, positions, size, stream=stream)
 
     out_tokens = torch.full((batch, size), -1, dtype=torch.int64)
     path = torch.full((batch, size), -1, dtype=torch.int64)
@@ -422,8 +439,8 @@ def verify_tree(
         bits = 0 if entries.is_valid else STATUS_PARAMETER_OUT_OF_RANGE
 
         def target_row(v: int, b: int = b) -> Tensor | None:
-            row = _row(target_logits, target_rows, b, v)
-            return None if row is None else _masked(row, _words_of(allowed_mask, b, v), vocab)
+            row = row_at(target_logits, target_rows, b, v)
+            return None if row is None else masked(row, words_of(allowed_mask, b, v), vocab)
 
         def noise(depth: int, b: int = b) -> Tensor:
             assert seeds is not None and positions is not None
@@ -439,7 +456,7 @@ def verify_tree(
             draft_parameters, draft_bad = draft_filters(b).checked()
             if bad or (draft_bad and draft_logits is not None):
                 bits |= STATUS_PARAMETER_OUT_OF_RANGE
-        is_greedy = filters.temperature < 1e-6
+        is_greedy = filters.temperature < GREEDY_BELOW
 
         # The tree, without the nodes whose ids or kinds are no good, and what is below them.
         ids_read, parents_read = tokens[b].tolist(), parents[b].tolist()
@@ -456,14 +473,17 @@ def verify_tree(
             for c in given[v]:
                 if ids_read[c] == -1:
                     continue
-                if not 0 <= ids_read[c] < ids or not DETERMINISTIC <= kinds_read[c] <= REST:
+                if (
+                    not 0 <= ids_read[c] < ids
+                    or not KIND_DETERMINISTIC <= kinds_read[c] <= KIND_REST
+                ):
                     bits |= STATUS_INVALID_DRAFT_TOKEN
                     continue
                 children[v].append(c)
                 depths[c] = depths[v] + 1
                 used.append(c)
-        if is_greedy or not reads_draft:
-            kinds_read = [DETERMINISTIC] * size
+        if is_greedy or not traits.reads_draft_law:
+            kinds_read = [KIND_DETERMINISTIC] * size
 
         def draft_law(v: int, b: int = b, parameters: Filters = draft_parameters) -> Tensor | None:
             if draft is None or not entries.is_valid:
@@ -471,16 +491,16 @@ def verify_tree(
             r = v if draft_rows is None else int(draft_rows[b, v])
             if not 0 <= r < draft.shape[1]:
                 return None
-            row, words = draft[b, r].cpu().double(), _words_of(allowed_mask, b, v)
+            row, words = draft[b, r].cpu().double(), words_of(allowed_mask, b, v)
             return entries.law_of(row, words, None if draft_probs is not None else parameters)
 
         # The coins: those of the usable nodes, and the last slot for the final draw.
         coins = [0.0] * size
-        if rule != "coupled" and not is_greedy:
+        if traits.takes_coins and not is_greedy:
             assert uniforms is not None
             drawn = uniforms[b].tolist()
             for slot in [*(v - 1 for v in used[1:]), size - 1]:
-                coins[slot] = _clamped(drawn[slot])
+                coins[slot] = clamped(drawn[slot])
                 if coins[slot] != drawn[slot]:
                     bits |= STATUS_PARAMETER_OUT_OF_RANGE
 

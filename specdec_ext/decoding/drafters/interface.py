@@ -1,0 +1,318 @@
+"""What the loop needs of a drafter: `Drafter`, what it is told and what it proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec_ext import ops
+from specdec_ext.contract import DOMAIN_COUPLED, DOMAIN_DRAFT
+
+__all__ = [
+    "Draft",
+    "Drafter",
+    "GoOn",
+    "NoDrafter",
+    "Process",
+    "Requests",
+    "RevisableDrafter",
+    "begun_or",
+    "last_tokens",
+    "only",
+]
+
+#: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
+#: tokens just proposed and the rows they were drawn from, returns ``[B]`` bool, which requests
+#: propose another. It must see nothing of a token that is then dropped, or the law is lost.
+GoOn = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Process(Protocol):
+    """Runs the caller's logits processors on rows that a drafter is to draw from."""
+
+    def __call__(
+        self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
+        """Return the processed rows; rows over other tokens than the target's, as they are.
+
+        Parameters
+        ----------
+        logits : Tensor
+            ``[B, m, Vd]``, the rows after the last m of the i + 1 prefixes of ``drafted``.
+        drafted : Tensor
+            ``[B, i]``, what is drafted so far, behind what the target has.
+        emitted : sequence of sequence of int, optional
+            What a level of a hierarchy has emitted in between, of each request.
+
+        Returns
+        -------
+        Tensor
+            ``[B, m, Vd]`` float32. The host waits for the device.
+        """
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a drafter is told at the start: the prompts, and how tokens will be drawn.
+
+    Attributes
+    ----------
+    input_ids : Tensor
+        ``[B, P]`` int64, left-padded.
+    attention_mask : Tensor or None
+        ``[B, P]``, zeros at padding; None if there is none.
+    ends : Tensor
+        ``[B]`` int64, the position at which each request must stop.
+    room : int
+        Slots that a cache should allocate at first.
+    seeds : Tensor or None
+        ``[B]`` int64; None if nothing is drawn at random.
+    filters : mapping of str to Tensor
+        The target's ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``[B]`` each; absent: off.
+    greedy : bool
+        Whether every request has temperature 0.
+    needs_law : bool
+        Whether verification reads the law that draft tokens were drawn from.
+    coupled : bool
+        Whether the target will race for each token on the noise of the COUPLED domain: a draft that
+        draws in the same domain is accepted more often.
+    stream : int
+        The stream of `specdec_ext.sample` and `specdec_ext.verify` that is the drafter's own; a
+        hierarchy gives each level one of its own.
+    static_cache : bool
+        Whether caches keep one size, as compiled models want it.
+    process : Process or None
+        Runs the caller's logits processors on rows over the target's tokens, see `Process`; None if
+        there are none. A drafter need not use it: the law that it passes on is the one it drew
+        from, either way.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    ends: Tensor
+    room: int
+    seeds: Tensor | None
+    filters: Mapping[str, Any]
+    greedy: bool
+    needs_law: bool
+    coupled: bool = False
+    stream: int = 0
+    static_cache: bool = False
+    process: Process | None = None
+
+    @property
+    def domain(self) -> int:
+        """The domain of `specdec_ext.sample` that draft tokens are drawn in."""
+        return DOMAIN_COUPLED if self.coupled else DOMAIN_DRAFT
+
+    def texts(self) -> list[list[int]]:
+        """Return the prompts on the host, without their padding."""
+        rows: list[list[int]] = self.input_ids.tolist()
+        if self.attention_mask is None:
+            return rows
+        masks: list[list[int]] = self.attention_mask.tolist()
+        return [
+            [token for token, real in zip(row, mask, strict=True) if real]
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+
+    def draw(self, logits: Tensor, positions: Tensor, index: int) -> Tensor:
+        """Draw draft token ``index`` (0-based) of each request from its row, under the filters.
+
+        Parameters
+        ----------
+        logits : Tensor
+            ``[B, Vd]``.
+        positions : Tensor
+            ``[B]``, where the round's first draft token goes.
+        index : int
+            Which draft token of the round.
+
+        Returns
+        -------
+        Tensor
+            ``[B]`` int64; -1 where a row has no law.
+        """
+        if self.greedy:
+            return logits.argmax(-1)
+        return ops.sample(
+            logits,
+            seeds=self.seeds,
+            positions=positions,
+            draft_index=index,
+            domain=self.domain,
+            stream=self.stream,
+            **self.filters,
+        ).tokens
+
+    def processed(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+        """Run the caller's logits processors, if any, on the rows that come next.
+
+        Parameters
+        ----------
+        logits : Tensor
+            ``[B, Vd]``.
+        tokens : sequence of Tensor
+            ``[B]`` each, what is drafted so far in this round.
+
+        Returns
+        -------
+        Tensor
+            ``[B, Vd]``.
+        """
+        if self.process is None:
+            return logits
+        drafted = torch.stack(list(tokens), 1) if tokens else self.ends.new_empty(len(logits), 0)
+        return self.process(logits[:, None], drafted)[:, 0]
+
+    def select(self, rows: Tensor) -> Requests:
+        """Keep only these requests."""
+        return replace(
+            self,
+            input_ids=self.input_ids[rows],
+            attention_mask=None if self.attention_mask is None else self.attention_mask[rows],
+            ends=self.ends[rows],
+            seeds=None if self.seeds is None else self.seeds[rows],
+            filters={name: value[rows] for name, value in self.filters.items()},
+        )
+
+
+class Draft(NamedTuple):
+    """Draft tokens of one round.
+
+    Attributes
+    ----------
+    tokens : Tensor
+        ``[B, G]`` int64; -1 ends a request's draft early.
+    logits : Tensor or None
+        ``[B, G, Vd]``, the rows that the tokens were drawn from; None: a deterministic drafter.
+    kinds : Tensor or None
+        ``[B, G]`` int8, 0 for a token that was put there whatever its row says, 1 for one that was
+        drawn from it. None: drawn where there are logits.
+    """
+
+    tokens: Tensor
+    logits: Tensor | None = None
+    kinds: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens and hears what became of them.
+
+    A round is one `propose` and one `commit`. `select` comes between the two, when requests end.
+    One that can stand in a `StackedDrafter` also has ``hear`` (`stacked.StackableDrafter`).
+    """
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, prefill excluded."""
+
+    def start(self, requests: Requests) -> None:
+        """Take the prompts."""
+
+    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
+        """Propose up to ``gamma`` tokens a request; ``positions`` ``[B]`` is where the first goes.
+
+        (In a hierarchy that is no race: numbers that tell its calls apart, see
+        `HierarchicalDrafter`.)
+
+        A sampled token must come from `specdec_ext.sample` in the domain and stream that `Requests`
+        says, with the request's seed, these positions and its index, or from randomness that
+        verification never sees. A drafter whose tokens cost something asks ``go_on``.
+        """
+
+    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+        """Hear what verification emitted.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, G + 1]``: ``accepted[b]`` draft tokens, the final token, then anything.
+        accepted : sequence of int
+            One number a request.
+        num_accepted : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests, given on the device and on the host."""
+
+
+class RevisableDrafter(Drafter, Protocol):
+    """A drafter whose past commits can be revised, as a level of a hierarchy has to.
+
+    There tokens that were committed are no more than proposals to the level above.
+    """
+
+    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+        """Take tokens back that commits emitted, and take one in their place.
+
+        Parameters
+        ----------
+        text : Tensor
+            ``[B, n]``, what each request's text is now, left-padded with -1: its last ``drop[b]``
+            tokens are gone, and a new one ends it.
+        drop : sequence of int
+            One number a request.
+        drop_tensor : Tensor
+            ``[B]``, the same numbers on the device.
+        """
+
+    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+        """Hear tokens that it did not propose, as a `StackableDrafter` does."""
+
+
+@dataclass
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    calls: int = field(default=0, init=False)
+
+    def start(self, requests: Requests) -> None:
+        """Take the prompts."""
+
+    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
+        """Propose no token."""
+        return Draft(torch.empty(positions.shape[0], 0, dtype=torch.int64, device=positions.device))
+
+    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+        """Hear what was emitted."""
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+
+
+def last_tokens(history: Tensor, last: Sequence[int], last_tensor: Tensor, width: int) -> Tensor:
+    """Return the ``width`` tokens of each row that end at column ``last[b]``, ``[B, width]``.
+
+    Parameters
+    ----------
+    history : Tensor
+        ``[B, n]`` tokens.
+    last : sequence of int
+        One column a row.
+    last_tensor : Tensor
+        ``[B]``, the same columns on the device.
+    width : int
+        How many.
+    """
+    if min(last) == max(last):
+        return history[:, last[0] + 1 - width : last[0] + 1]
+    columns = torch.arange(1 - width, 1, device=history.device)
+    return history.gather(1, last_tensor.long()[:, None] + columns)
+
+
+def begun_or(drawn: Tensor, begun: Tensor | None, i: int) -> Tensor:
+    """Return ``drawn`` ``[B]``, but column ``i`` of ``begun`` ``[B, F]`` where it holds a token."""
+    if begun is None or i >= begun.shape[1]:
+        return drawn
+    return torch.where(begun[:, i] >= 0, begun[:, i], drawn)
+
+
+def only(rows: Tensor, go_on: GoOn) -> GoOn:
+    """Ask ``go_on`` for the requests ``rows`` ``[B]`` alone; the others stop."""
+    return lambda tokens, logits: go_on(torch.where(rows, tokens, -1), logits) & rows

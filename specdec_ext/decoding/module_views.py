@@ -1,0 +1,80 @@
+"""Copies of models that share all weights, and in which one part is another."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+__all__ = ["shallow_copy", "with_part"]
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Copy a module but not its parts, so that one can be replaced in the copy alone.
+
+    Parameters and buffers are the module's own: whatever happens to them happens to both.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        It is not modified.
+
+    Returns
+    -------
+    torch.nn.Module
+        Of the same class.
+
+    Raises
+    ------
+    TypeError
+        ``forward`` was replaced on the module itself: it is bound to the original, which it would
+        run in place of the copy.
+    """
+    if "forward" in vars(module):
+        raise TypeError(
+            f"the forward of {type(module).__name__} is wrapped (by accelerate's hooks, say); give "
+            "the model without them"
+        )
+    shallow = copy.copy(module)
+    shallow._modules = dict(module._modules)
+    return shallow
+
+
+def with_part(model: nn.Module, path: str, part: nn.Module) -> nn.Module:
+    """Return a copy of a model in which one part is another; all else is shared.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        It is not modified.
+    path : str
+        Where the part is, as ``model.named_modules`` says it.
+    part : torch.nn.Module
+        What is there in the copy.
+
+    Returns
+    -------
+    torch.nn.Module
+        Of the model's class.
+
+    Raises
+    ------
+    TypeError
+        As in `shallow_copy`, of a module on the way to the part.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    >>> view = with_part(model, "1.0", nn.Tanh())
+    >>> view[1][0], model[1][0], view[0] is model[0]
+    (Tanh(), ReLU(), True)
+    """
+    *parents, name = path.split(".")
+    view = holder = shallow_copy(model)
+    for parent in parents:
+        inner = shallow_copy(getattr(holder, parent))
+        setattr(holder, parent, inner)
+        holder = inner
+    setattr(holder, name, part)
+    return view

@@ -1,0 +1,106 @@
+"""Draft trees in a target model: `tree_mask`, `compact_kv` and `tree_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec_ext.contract import STATUS_INVALID_TREE, STATUS_PARAMETER_OUT_OF_RANGE, TreeMaskResult
+from specdec_ext.reference.laws import INF, NAN
+
+__all__ = [
+    "compact_kv",
+    "tree_attention",
+    "tree_mask",
+    "tree_size",
+]
+
+
+def tree_size(parents: Sequence[int]) -> int:
+    """Count the nodes that are no padding; 0 where parents are no tree (DESIGN section 6)."""
+    size = next((v for v, parent in enumerate(parents) if v > 0 and parent == -1), len(parents))
+    legal = parents[0] == -1 and all(0 <= parents[v] < v for v in range(1, size))
+    return size if legal and all(parent == -1 for parent in parents[size:]) else 0
+
+
+@torch.no_grad()
+def tree_mask(parents: Tensor) -> TreeMaskResult:
+    """Ancestor bits and depths; see `specdec_ext.tree_mask`."""
+    batch, nodes = parents.shape
+    seen = torch.zeros(batch, nodes, (nodes + 63) // 64 * 64, dtype=torch.bool)
+    depths = torch.full((batch, nodes), -1, dtype=torch.int64)
+    status = torch.zeros(batch, dtype=torch.int32)
+    for b, row in enumerate(parents.tolist()):
+        size = tree_size(row)
+        if size == 0:
+            status[b], size = STATUS_INVALID_TREE, 1
+        for v in range(size):
+            if v > 0:
+                seen[b, v] = seen[b, row[v]]
+            seen[b, v, v] = True
+            depths[b, v] = seen[b, v].sum() - 1
+    place = torch.ones(64, dtype=torch.int64) << torch.arange(64)  # the last one is negative
+    words = (seen.unflatten(2, (-1, 64)) * place).sum(3)
+    return TreeMaskResult(*(t.to(parents.device) for t in (words, depths, status)))
+
+
+@torch.no_grad()
+def compact_kv(
+    k_cache: Tensor, v_cache: Tensor, path: Tensor, num_accepted: Tensor, seq_lens: Tensor
+) -> Tensor:
+    """Move the accepted path's keys and values, in place; see `specdec_ext.compact_kv`."""
+    status = []
+    places = k_cache.shape[-3]
+    for b, (nodes, accepted, start) in enumerate(
+        zip(path.tolist(), num_accepted.tolist(), seq_lens.tolist(), strict=True)
+    ):
+        if not (0 <= accepted <= len(nodes) and 0 <= start <= places):
+            status.append(STATUS_PARAMETER_OUT_OF_RANGE)
+            continue
+        kept = [0, *nodes[:accepted]]
+        ascending = all(v < later for v, later in zip(kept, kept[1:], strict=False))
+        if not ascending or (accepted > 0 and kept[-1] >= places - start):
+            status.append(STATUS_INVALID_TREE)
+            continue
+        for moving in (k_cache, v_cache):
+            rows = moving.select(-4, b)
+            moved = rows[..., [start + v for v in kept[1:]], :, :]
+            rows[..., start + 1 : start + 1 + accepted, :, :] = moved
+        status.append(0)
+    return torch.tensor(status, dtype=torch.int32, device=k_cache.device)
+
+
+@torch.no_grad()
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ancestors: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Softmax over the prefix and the ancestors; see `specdec_ext.tree_attention`."""
+    nodes, heads, size = q.shape[1:]
+    node = torch.arange(nodes, device=q.device)
+    out = torch.full(q.shape, NAN, dtype=q.dtype, device=q.device)
+    for b, start in enumerate(seq_lens.tolist()):
+        if not 0 <= start <= k_cache.shape[1] - nodes:
+            continue
+        group = heads // k_cache.shape[2]
+        keys, values = (
+            held[b, : start + nodes].double().repeat_interleave(group, dim=1)
+            for held in (k_cache, v_cache)
+        )
+        scores = torch.einsum("nhd,lhd->hnl", q[b].double(), keys)
+        scores *= size**-0.5 if scale is None else scale
+        if soft_cap > 0:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        seen = (ancestors[b][:, node // 64] >> (node % 64) & 1).bool()
+        scores[:, :, start:].masked_fill_(~seen, -INF)
+        found = torch.einsum("hnl,lhd->nhd", scores.softmax(2), values)
+        out[b] = torch.where(seen.any(1)[:, None, None], found, 0.0).to(q.dtype)
+    return out
