@@ -192,17 +192,18 @@ def record(target: Any, draft: Any, input_ids: Tensor, gamma: int, tokens: int) 
     from specdec_ext.decoding import generate
 
     calls: list[Call] = []
-    begins: list[float] = []
+    begun = 0.0
 
     def watch(name: str, model: Any) -> list[Any]:
         def before(*_: Any) -> None:
-            begins.append(time.perf_counter())
+            nonlocal begun
+            begun = time.perf_counter()
 
-        def after(*_: Any) -> None:
+        def after(
+            *_: Any,
+        ) -> None:  # not where a call failed: a generation may try what a model can
             prefill = input_ids.shape[1] > 1 and all(call.model != name for call in calls)
-            calls.append(
-                Call(name, prefill, begins[-1] - begins[0], time.perf_counter() - begins[0])
-            )
+            calls.append(Call(name, prefill, begun, time.perf_counter()))
 
         return [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
 
@@ -219,7 +220,9 @@ def record(target: Any, draft: Any, input_ids: Tensor, gamma: int, tokens: int) 
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(gamma, tokens, calls)
+    start = calls[0].begin
+    since = [call._replace(begin=call.begin - start, end=call.end - start) for call in calls]
+    return Trace(gamma, tokens, since)
 
 
 def record_pair(args: argparse.Namespace) -> list[Trace]:
