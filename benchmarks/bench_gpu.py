@@ -630,7 +630,7 @@ def work(options: argparse.Namespace, state: State) -> int:
                 return 0
             fine = attempt(name, cell, sets, state, options)
             if state.records:
-                print(line(state.records[-1], state.facts), flush=True)
+                print(gpu_tables.line(state.records[-1], state.facts), flush=True)
             if not fine:
                 return EXIT_AGAIN
     return 0
@@ -689,7 +689,7 @@ def supervise(options: argparse.Namespace, arguments: Sequence[str]) -> State:
             name, cell = state.started["contestant"], Cell(**state.started["cell"])
             status = "cut off" if code == OUT_OF_TIME else "crashed"
             state.finish(cell, name, status=status, reason=f"the process ended with {code}")
-            print(line(state.records[-1], state.facts), flush=True)
+            print(gpu_tables.line(state.records[-1], state.facts), flush=True)
         if code == 0:
             break
         learnt = len(state.records) > before or code == EXIT_AGAIN

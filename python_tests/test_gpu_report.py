@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 import types
@@ -784,6 +785,15 @@ def test_time_is_shared():
     assert gpu_report.limit_of("smoke", names[4:], 30.0) == 30.0
     after = names[names.index("tests") :]
     assert gpu_report.limit_of("tests", after, 1400.0) == pytest.approx(600.0)
+
+
+def test_the_report_needs_no_package_before_it_is_built():
+    script = "import sys; sys.modules['specdec_ext'] = None; import gpu_report; print('imported')"
+    environment = {**os.environ, "PYTHONPATH": str(common.ROOT / "benchmarks")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert "imported" in done.stdout, done.stderr
 
 
 def test_a_step_ends_with_everything_it_started(tmp_path):
