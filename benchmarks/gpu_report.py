@@ -25,9 +25,9 @@ Where a GPU is lent for minutes, and commands of a few minutes each, build elsew
 Python, torch and nvcc, ``SPECDEC_CUDA=1 python setup.py build_ext --inplace``, and copy
 ``specdec_ext/*.so`` into a folder that travels with the tree, ``.gpu`` here. Then two commands do:
 
-    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix -checks \\
+    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-checks \\
         --steps build info smoke memcheck racecheck tests
-    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix -bench \\
+    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-bench \\
         --steps build info bench
 
 and ``--merge CHECKS.json BENCH.json`` makes one report of theirs.
