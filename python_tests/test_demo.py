@@ -186,7 +186,8 @@ def test_a_rule_that_is_not_lossless_is_no_defect(here):
     assert "This rule is not lossless." in output
 
 
-def test_a_defect_is_told(here, monkeypatch):
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_a_defect_is_told(here, monkeypatch, rule):
     from specdec_ext import ops
 
     original = ops.verify
@@ -195,7 +196,7 @@ def test_a_defect_is_told(here, monkeypatch):
         return original(logits.roll(1, -1) if logits.shape[1] > 2 else logits, *args, **kwargs)
 
     monkeypatch.setattr(ops, "verify", wrong)
-    status, output, _ = here("--temperature=0")
+    status, output, _ = here("--temperature=0", f"--rule={rule}")
     assert status == 1
     assert "That is no tie: a defect." in output and "identical" not in output
 
@@ -205,9 +206,9 @@ def test_a_defect_is_told(here, monkeypatch):
     [
         (["--target=/nowhere"], "no checkpoint at /nowhere"),
         (["--rule=nosuch"], "block"),
-        (["--gamma=-1"], "gamma must be at least 0, got -1"),
-        (["--temperature=-1"], "temperature is out of range"),
-        (["--max-new-tokens=0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--gamma=-1"], "--gamma must be in [1, 65534], got -1"),
+        (["--temperature=-1"], "--temperature must be in [0, "),
+        (["--max-new-tokens=0"], "--max-new-tokens must be at least 2 (no draft"),
         (["--prompt="], "--prompt is empty"),
     ],
 )

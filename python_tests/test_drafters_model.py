@@ -373,8 +373,8 @@ def test_coupled_proposals_are_those_of_the_medium_model_alone():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"gamma": 0}, ValueError, "gamma must be at least 1, got 0"),
-        ({"gamma": 2.0}, TypeError, "gamma must be an int or a policy, got float"),
+        ({"gamma": 0}, ValueError, r"gamma must be in \[1, 65534\], got 0"),
+        ({"gamma": 2.0}, TypeError, "gamma must be an int or a GammaPolicy, got float"),
         ({"rule": "lenient"}, ValueError, "rule must be 'block' or 'token', got 'lenient'"),
     ],
 )

@@ -53,7 +53,7 @@ def test_trees_that_are_refused():
         StaticTree((-1, 0), "beam")
     with pytest.raises(ValueError, match="choosing among drawn ones would bias"):
         GrownTree(8, 3, children="iid")
-    with pytest.raises(ValueError, match="nodes in"):
+    with pytest.raises(ValueError, match="nodes must be in"):
         GrownTree(0, 3)
     with pytest.raises(ValueError, match="widths must be at least 1"):
         StaticTree.from_widths((2, 0))

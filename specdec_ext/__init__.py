@@ -46,7 +46,7 @@ from .ops import (  # noqa: E402
 from .tree_masks import dense_tree_mask, tree_mask_mod, tree_position_ids  # noqa: E402
 
 if TYPE_CHECKING:
-    from . import hf
+    from . import hf as hf
     from .decoding.chain_generation import Burst, Generated, GenerationError
     from .decoding.generate import generate, stream
     from .decoding.stats import Statistics
@@ -72,7 +72,6 @@ __all__ = [
     "compact_kv",
     "dense_tree_mask",
     "generate",
-    "hf",
     "row_law",
     "sample",
     "stream",
@@ -96,5 +95,11 @@ def __getattr__(name: str) -> Any:
 
         return getattr(decoding, name)
     if name == "hf":
-        return import_module(".hf", __name__)
+        # Not in __all__: it needs transformers, and a star import must not.
+        try:
+            return import_module(".hf", __name__)
+        except ImportError as error:
+            raise AttributeError(
+                f"module {__name__!r} has no attribute 'hf' here: {error}"
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

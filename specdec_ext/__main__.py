@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 
 from . import check, demo, info, plot, simulate
 
@@ -25,7 +26,11 @@ def main() -> int:
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     args = parser.parse_args()
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+    except Exception:  # Python would exit with 1, a verdict of check's and demo's
+        traceback.print_exc()
+        return 2
     return status
 
 

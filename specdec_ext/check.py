@@ -10,8 +10,6 @@ between a call on several tokens and calls on fewer, they tie to its precision; 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +17,15 @@ import torch
 from torch import Tensor
 
 from . import reference
+from ._command import (
+    REFUSALS,
+    check_device,
+    check_gamma,
+    check_generation,
+    print_json,
+    refused,
+)
+from .contract import GREEDY_BELOW
 from .demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 LOSSLESS, PRECISION, BUG = "lossless", "tie or precision", "bug"
@@ -39,7 +46,8 @@ class Finding(NamedTuple):
         Tokens that agree, up to the first that does not.
     gap : float or None
         By how much the target prefers plain decoding's token where they part: a difference of
-        logits; sampled, of their scores in the race. None where nothing differs.
+        logits; sampled, of their scores in the race; infinite (in JSON null) where one of them
+        ended. None where nothing differs.
     precision : float or None
         By how much the target's own answers differ there.
     """
@@ -86,14 +94,21 @@ def run(args: argparse.Namespace) -> int:
     Returns
     -------
     int
-        0; 1 if there is a bug; 2 if something is missing.
+        0; 1 if there is a bug; 2 if something is missing, or an option leaves nothing to compare.
     """
     try:
+        for gamma in args.gamma:
+            check_gamma(gamma)
+        check_generation(args.temperature, args.seed, args.max_new_tokens)
+        check_device(args.device)
         pair = load_pair(args.target, args.draft, args.device)
-        prompts = find_prompts(pair, args.prompt)
-    except (ImportError, OSError, ValueError) as error:
-        print(f"check: {error}", file=sys.stderr)
-        return 2
+        return _report(pair, find_prompts(pair, args.prompt), args)
+    except REFUSALS as error:
+        return refused("check", error)
+
+
+def _report(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
+    """Compare, print what is found, and return the exit status."""
     findings = []
     for finding in compare(pair, prompts, args):
         findings.append(finding)
@@ -102,8 +117,7 @@ def run(args: argparse.Namespace) -> int:
     verdicts = {finding.verdict for finding in findings}
     verdict = next(v for v in (BUG, PRECISION, LOSSLESS) if v in verdicts)
     if args.json:
-        report = {"verdict": verdict, "findings": [f._asdict() for f in findings]}
-        print(json.dumps(report, indent=2))
+        print_json({"verdict": verdict, "findings": [f._asdict() for f in findings]})
     else:
         print(f"\n{verdict}: {sum(f.tokens for f in findings)} tokens agree")
     return 1 if verdict == BUG else 0
@@ -122,7 +136,8 @@ def line(finding: Finding) -> str:
 
 def compare(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> Iterator[Finding]:
     """Decode in every way and judge what comes out."""
-    for temperature in dict.fromkeys([0.0, args.temperature]):
+    sampled = args.temperature if args.temperature >= GREEDY_BELOW else 0.0
+    for temperature in dict.fromkeys([0.0, sampled]):
         law = "greedy" if temperature == 0 else f"sampled at T {temperature:g}"
         plain = [_decode(pair, [prompt], temperature, 0, args)[0] for prompt in prompts]
         ways: dict[str, list[list[int]]] = {}

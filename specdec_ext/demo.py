@@ -24,6 +24,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
+from ._command import (
+    REFUSALS,
+    check_device,
+    check_gamma,
+    check_generation,
+    first_line,
+    print_json,
+    refused,
+)
 from .contract import GREEDY_BELOW, rule_names
 from .theory import walltime_factor
 
@@ -93,17 +102,23 @@ def run(args: argparse.Namespace) -> int:
     Returns
     -------
     int
-        0; 1 if greedy output differs and rounding does not explain it; 2 if something is missing.
+        0; 1 if greedy output differs and rounding does not explain it; 2 if something is missing,
+        or an option leaves nothing to compare.
     """
     try:
-        if args.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+        check_gamma(args.gamma)
+        check_generation(args.temperature, args.seed, args.max_new_tokens)
+        check_device(args.device)
         pair = load_pair(args.target, args.draft, args.device)
         prompts = find_prompts(pair, args.prompt)
         _warm_up(pair, prompts[0], args)
-    except (ImportError, OSError, ValueError) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+        return _show(pair, prompts, args)
+    except REFUSALS as error:
+        return refused("demo", error)
+
+
+def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
+    """Generate, measure, print, and return the exit status."""
     out = Page(sys.stdout, quiet=args.json)
     _heading(out, pair, args)
     pieces = _completion(out, pair, prompts[0], args)
@@ -116,9 +131,7 @@ def run(args: argparse.Namespace) -> int:
     _table(out, runs, hugging_face)
     _verdict(out, greedy)
     if args.json:
-        print(
-            json.dumps(_report(args, pair, prompts, pieces, runs, hugging_face, greedy), indent=2)
-        )
+        print_json(_report(args, pair, prompts, pieces, runs, hugging_face, greedy))
     return 0 if greedy.explained else 1
 
 
@@ -182,6 +195,9 @@ def load_pair(
     # Half precision is slow on most CPUs, and greedy choices then tie.
     whole = shipped or torch.device(device).type == "cpu"
     dtype = torch.float32 if whole else "auto"
+    beside = target.parent / "tokenizer"
+    words = beside if beside.is_dir() else target
+    card = target.parent / "pair.json"
 
     def model(folder: Path) -> Any:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -189,17 +205,21 @@ def load_pair(
         )
         return loaded.eval().to(device)
 
-    beside = target.parent / "tokenizer"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        beside if beside.is_dir() else target, local_files_only=True
+    def loaded(load: Callable[[Any], Any], path: Path) -> Any:
+        try:
+            return load(path)
+        except Exception as error:  # files that are broken bring errors of all kinds
+            raise ValueError(f"cannot load {path}: {first_line(error)}") from error
+
+    tokenizer = loaded(
+        lambda path: transformers.AutoTokenizer.from_pretrained(path, local_files_only=True), words
     )
-    card = target.parent / "pair.json"
-    held_out = _find(json.loads(card.read_text()), "held_out_modules") if card.is_file() else None
+    read = loaded(lambda path: json.loads(path.read_text()), card) if card.is_file() else None
     return Pair(
-        model(target),
-        model(draft),
+        loaded(model, target),
+        loaded(model, draft),
         tokenizer,
-        held_out or ["textwrap", "heapq", "calendar", "fractions"],
+        _find(read, "held_out_modules") or ["textwrap", "heapq", "calendar", "fractions"],
     )
 
 
@@ -724,10 +744,6 @@ def _report(
     greedy: Greedy,
 ) -> dict[str, Any]:
     """Return what the page says, for programs."""
-
-    def finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
     return {
         "settings": {
             "target": args.target or str(PAIR / "target"),
@@ -750,15 +766,15 @@ def _report(
                 "temperature": run.temperature,
                 "plain": run.plain.as_dict(),
                 "speculative": run.speculative.as_dict(),
-                "speedup": finite(run.speedup),
-                "formula_speedup": finite(run.formula),
-                "alpha": finite(run.speculative.acceptance_rate),
-                "c": finite(run.draft_cost),
-                "target_call_cost_on_gamma_plus_1": finite(run.block_cost),
+                "speedup": run.speedup,
+                "formula_speedup": run.formula,
+                "alpha": run.speculative.acceptance_rate,
+                "c": run.draft_cost,
+                "target_call_cost_on_gamma_plus_1": run.block_cost,
             }
             for run in runs
         ],
-        "transformers_generate_tokens_per_second": finite(hugging_face),
+        "transformers_generate_tokens_per_second": hugging_face,
         "greedy": {
             "identical": not greedy.differences,
             "prompts": greedy.prompts,

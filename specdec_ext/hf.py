@@ -13,6 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+try:
+    import transformers  # noqa: F401  (says how to install it)
+except ImportError as error:
+    raise ImportError(
+        "specdec_ext.hf works inside Hugging Face transformers: pip install 'specdec_ext[hf]'"
+    ) from error
+
 from transformers.cache_utils import StaticCache
 from transformers.generation import utils as _generation
 from transformers.generation.logits_process import (

@@ -7,8 +7,6 @@ Tulsian, Goyal and Aggarwal. The trace runs a pair of models on this machine's C
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import demo, theory
+from ._command import REFUSALS, print_json, refused
 
 __all__ = ["CHARTS", "Call", "Chart", "Curve", "Trace", "add_arguments", "record", "run"]
 
@@ -327,7 +326,7 @@ def run(args: argparse.Namespace) -> int:
         if args.tokens < 1:
             raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
         if args.json:
-            print(json.dumps({name: _plain(_data(name, args)) for name in names}))
+            print_json({name: _plain(_data(name, args)) for name in names}, indent=None)
             return 0
         empty_figure = _figure_class()
         args.output.mkdir(parents=True, exist_ok=True)
@@ -335,9 +334,8 @@ def run(args: argparse.Namespace) -> int:
             path = args.output / f"{name}.{args.format}"
             _draw(empty_figure, _data(name, args)).savefig(path, dpi=150)
             print(path)
-    except (ImportError, OSError, ValueError) as error:
-        print(f"plot: {error}", file=sys.stderr)
-        return 2
+    except REFUSALS as error:
+        return refused("plot", error)
     return 0
 
 

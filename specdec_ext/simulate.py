@@ -12,8 +12,9 @@ theorem 8 makes of the mean acceptance rate alone. Rules that are not lossless s
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import math
+import warnings
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 
 from . import theory
+from ._command import REFUSALS, check_temperature, print_json, refused
 from .contract import rule_names
+from .decoding.checks import integer, number_in
 
 #: Rules whose accept_probs coins can be integrated out of. In a race none stand for the noise, and
 #: "greedy" is T = 0.
@@ -118,27 +121,35 @@ def run(args: argparse.Namespace) -> int:
         0; 2 if the file is not what it should be, or a parameter is out of range.
     """
     try:
+        filters = _filters(args)
         chains = load(args.file)
         predictions = simulate(
             chains,
             rules=args.rule,
             gammas=args.gamma or range(1, chains.draft_tokens.shape[1] + 1),
             costs=args.cost,
-            lenience=args.lenience,
-            **{
-                name: getattr(args, name)
-                for name in ("temperature", "top_k", "top_p", "min_p")
-                if getattr(args, name) is not None
-            },
+            lenience=number_in("--lenience", args.lenience, 0, 1),
+            **filters,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        return 2
+    except REFUSALS as error:
+        return refused("simulate", error)
     if args.json:
-        print(json.dumps([_plain(p) for p in predictions], indent=2))
+        print_json([_plain(p) for p in predictions])
     else:
         print(table(predictions))
     return 0
+
+
+def _filters(args: argparse.Namespace) -> dict[str, float]:
+    """Return the sampling parameters that were given, checked."""
+    filters: dict[str, float] = {"temperature": check_temperature(args.temperature)}
+    if args.top_k is not None:
+        filters["top_k"] = integer("--top-k", args.top_k)
+    if args.top_p is not None:
+        filters["top_p"] = number_in("--top-p", args.top_p, 0)
+    if args.min_p is not None:
+        filters["min_p"] = number_in("--min-p", args.min_p, 0, 1)
+    return filters
 
 
 def load(path: Path) -> Chains:
@@ -155,27 +166,75 @@ def load(path: Path) -> Chains:
 
     Raises
     ------
+    OSError
+        It cannot be opened.
     ValueError
-        It holds something else, or shapes that do not go together.
+        It is a file of another kind or holds something else, shapes that do not go together, or
+        draft tokens that are no ids.
     """
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved = _read(path)
     needed = ("target_logits", "draft_tokens")
     if not isinstance(saved, dict) or not all(isinstance(saved.get(n), Tensor) for n in needed):
-        found = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
+        found = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(
             f"{path} must hold a dict with target_logits and draft_tokens, got {found}"
         )
-    chains = Chains(saved["target_logits"], saved["draft_tokens"], saved.get("draft_logits"))
-    shapes = [None if t is None else list(t.shape) for t in chains]
-    if chains.draft_tokens.dim() != 2 or chains.target_logits.dim() != 3:
-        raise ValueError(f"{path} must hold [B, G+1, V], [B, G] and [B, G, Vd], got {shapes}")
-    batch, gamma = chains.draft_tokens.shape
-    draft = chains.draft_logits
-    fits = chains.target_logits.shape[:2] == (batch, gamma + 1)
-    fits = fits and (draft is None or (draft.dim() == 3 and draft.shape[:2] == (batch, gamma)))
-    if not fits or gamma == 0 or batch == 0:
-        raise ValueError(f"{path} must hold [B, G+1, V], [B, G] and [B, G, Vd], got {shapes}")
+    draft = saved.get("draft_logits")
+    if not (draft is None or isinstance(draft, Tensor)):
+        raise ValueError(f"{path} must hold draft_logits [B, G, Vd], got {type(draft).__name__}")
+    chains = Chains(saved["target_logits"], saved["draft_tokens"], draft)
+    _check(path, chains)
     return chains
+
+
+def _read(path: Path) -> Any:
+    """Return what ``torch.save`` wrote."""
+    with open(path, "rb") as file:
+        begin = file.read(6)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of what it then refuses
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what is no such file brings errors of all kinds
+        kind = "an empty file" if not begin else "something else"
+        if begin == b"\x93NUMPY" or _is_numpy_archive(path):
+            kind = "a NumPy file"
+        raise ValueError(
+            f"{path} must be a file of tensors that torch.save wrote, got {kind}"
+        ) from error
+
+
+def _is_numpy_archive(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith(".npy") for name in archive.namelist())
+
+
+def _check(path: Path, chains: Chains) -> None:
+    """Refuse tensors that are no chains."""
+    held = [t for t in chains if t is not None]
+    odd = next((t for t in held if t.layout != torch.strided or t.is_meta), None)
+    if odd is not None:
+        kind = "a meta tensor" if odd.is_meta else str(odd.layout).removeprefix("torch.")
+        raise ValueError(f"{path} must hold dense tensors, got {kind}")
+    target, tokens, draft = chains
+    shapes = [None if t is None else list(t.shape) for t in chains]
+    fits = tokens.dim() == 2 and target.dim() == 3 and all(t.numel() for t in held)
+    fits = fits and target.shape[:2] == (tokens.shape[0], tokens.shape[1] + 1)
+    fits = fits and (draft is None or (draft.dim() == 3 and draft.shape[:2] == tokens.shape))
+    if not fits:
+        raise ValueError(f"{path} must hold [B, G+1, V], [B, G] and [B, G, Vd], got {shapes}")
+    if tokens.dtype not in (torch.int32, torch.int64):
+        kind = str(tokens.dtype).removeprefix("torch.")
+        raise ValueError(f"{path} must hold draft_tokens of int32 or int64, got {kind}")
+    vocabulary = max(target.shape[2], 0 if draft is None else draft.shape[2])
+    outside = tokens[(tokens < -1) | (tokens >= vocabulary)]
+    if outside.numel():
+        raise ValueError(
+            f"{path} must hold draft_tokens under {vocabulary}, or -1 behind a draft's end, got "
+            f"{outside[0].item()}"
+        )
 
 
 def simulate(
@@ -222,8 +281,8 @@ def simulate(
     for gamma in gammas:
         if not 1 <= gamma <= longest:
             raise ValueError(f"gamma must be in [1, {longest}], what the chains have; got {gamma}")
-    if any(not c >= 0 for c in costs):
-        raise ValueError(f"costs must be at least 0, got {list(costs)}")
+    if any(not 0 <= c < math.inf for c in costs):
+        raise ValueError(f"costs must be finite and at least 0, got {list(costs)}")
     alpha = None
     if chains.draft_logits is not None:
         first = (chains.target_logits[:, :-1], chains.draft_logits)

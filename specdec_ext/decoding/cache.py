@@ -210,6 +210,11 @@ class CachedModel:
             use_cache=True,
             **kwargs,
         )
+        if not hasattr(output, "logits"):
+            raise TypeError(
+                f"generate: {type(self.model).__name__} must return logits, as models with a "
+                f"language-model head do, got {type(output).__name__}"
+            )
         self.calls += 1
         self.slots += tokens.shape[1]
         logits: Tensor = output.logits[:, -1:] if last_only else output.logits

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
-from specdec_ext.decoding.drafters import Drafter, as_drafter
-from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, is_policy
+from specdec_ext.decoding.checks import flag, is_model, shown
+from specdec_ext.decoding.drafters import Drafter, as_drafter, check_distinct
+from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, as_policy
 from specdec_ext.decoding.processors import Processor
 from specdec_ext.decoding.stopping import Criterion, find_stops
 from specdec_ext.decoding.trees import GrownTree, StaticTree
@@ -110,7 +111,7 @@ def generate(
         row. Drafters that have rows over as many tokens as the target (models, n-gram models,
         uniform tokens, each level of a hierarchy) draw from processed rows, too; drafts that are
         trees do not.
-    eos_token_id : int or iterable of int, optional
+    eos_token_id : int, iterable of int or Tensor, optional
         Tokens that end a request (and are kept). None: those of the model's configuration, ``()``:
         none.
     stop_sequences : iterable of sequence of int, optional
@@ -145,6 +146,13 @@ def generate(
 
     Raises
     ------
+    TypeError
+        An argument of another kind: a target that is no model, a draft that is neither a model nor
+        a `Drafter`, a bool or a string for a number. NumPy scalars and 0-d tensors are numbers.
+    ValueError
+        A number out of range, a shape that does not match, a prompt with an id that the target's
+        vocabulary has not (padding may hold any), one drafter or policy in two places, or a model
+        whose cache cannot be rolled back. Both come before any model is called.
     GenerationError
         A request cannot go on (the target's logits hold NaN, say). The error names it and carries
         what was generated for all of them.
@@ -245,13 +253,19 @@ def _progress_bar(
 
 def _prepare(given: SimpleNamespace) -> ChainGeneration:
     """Check the arguments of `generate`, and bring them to one form."""
-    target, draft, tree = given.target, given.draft, given.tree
-    arguments.check_prompts(given.input_ids, given.attention_mask)
-    policy = _policy(given.gamma)
-    batch, device = given.input_ids.shape[0], given.input_ids.device
-    limits = arguments.per_request("max_new_tokens", given.max_new_tokens, batch)
-    for limit in limits:
-        arguments.check_count("max_new_tokens", limit)
+    target, tree, ids = given.target, given.tree, given.input_ids
+    arguments.check_target(target)
+    kind, drafter, policy = _drafting(given)
+    arguments.check_prompts(ids, given.attention_mask, target)
+    flags = {
+        name: flag(f"generate: {name}", getattr(given, name))
+        for name in ("raw_logprobs", "padded_texts", "static_cache", "progress")
+    }
+    if given.on_round is not None and not callable(given.on_round):
+        raise TypeError(
+            f"generate: on_round must be a callable or None, got {shown(given.on_round)}"
+        )
+    batch, device = ids.shape[0], ids.device
     filters, greedy = arguments.filters(
         batch,
         device,
@@ -261,63 +275,70 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
     if rule is None:
         rule = "block" if tree is None else "traversal"
     greedy = greedy or rule == "greedy"
-    seeds = arguments.seeds(given.seeds, given.generator, batch, device, unused=greedy)
-    if getattr(target, "training", False) or getattr(draft, "training", False):
-        warnings.warn(
-            "generate: a model is in training mode; without eval(), dropout is part of its law",
-            stacklevel=3,
-        )
+    rule_options = arguments.rule_options(
+        rule,
+        tree=tree is not None,
+        **{name: getattr(given, name) for name in ("lenience", "beta", "tau", "epsilon", "delta")},
+    )
     stop = arguments.stop_tokens(target, given.eos_token_id)
-    kind: type[ChainGeneration] = ChainGeneration
-    if tree is None:
-        drafter, policy = as_drafter(draft), FixedGamma(0) if draft is None else policy
-    else:
-        from specdec_ext.decoding.tree_generation import TreeGeneration
-
-        kind, drafter, policy = TreeGeneration, _tree_drafter(draft, tree), FixedGamma(tree.depth)
-    options = ("lenience", "beta", "tau", "epsilon", "delta", "raw_logprobs")
-    return kind(
+    generation = kind(
         target,
         drafter,
-        given.input_ids,
+        ids,
         given.attention_mask,
-        limits=limits,
+        limits=arguments.new_token_limits(given.max_new_tokens, batch),
         policy=policy,
         filters=filters,
         greedy=greedy,
-        seeds=seeds,
         rule=rule,
-        rule_options={name: getattr(given, name) for name in options},
+        rule_options={**rule_options, "raw_logprobs": flags["raw_logprobs"]},
         processors=arguments.callables("logits_processor", given.logits_processor),
         stops=find_stops(
             stop,
-            given.stop_sequences,
-            given.stop_strings,
+            arguments.stop_sequences(given.stop_sequences),
+            arguments.stop_strings(given.stop_strings, given.tokenizer),
             given.tokenizer,
             given.stopping_criteria,
             device,
         ),
-        pad=arguments.pad_token(target, given.pad_token_id, stop),
-        padded_texts=given.padded_texts,
-        static_cache=given.static_cache,
+        pad=arguments.pad_token(target, given.pad_token_id, stop, ids.dtype),
+        padded_texts=flags["padded_texts"],
+        static_cache=flags["static_cache"],
+        # Last: what is refused draws nothing from torch's generator.
+        seeds=arguments.seeds(given.seeds, given.generator, batch, device, unused=greedy),
     )
+    if getattr(target, "training", False) or getattr(given.draft, "training", False):
+        warnings.warn(
+            "generate: a model is in training mode; without eval(), dropout is part of its law",
+            stacklevel=3,
+        )
+    return generation
+
+
+def _drafting(given: SimpleNamespace) -> tuple[type[ChainGeneration], Any, GammaPolicy]:
+    """Return how a round runs, who drafts in it, and who says how much."""
+    policy = as_policy("generate: gamma", given.gamma)
+    if given.tree is not None:
+        from specdec_ext.decoding.tree_generation import TreeGeneration
+
+        drafter = _tree_drafter(given.draft, given.tree)
+        return TreeGeneration, drafter, FixedGamma(given.tree.depth)
+    drafter = as_drafter(given.draft, "generate: draft")
+    policy = FixedGamma(0) if given.draft is None else policy
+    check_distinct("generate: draft", drafter, policy)
+    return ChainGeneration, drafter, policy
 
 
 def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
     """Return the drafter that drives a model to draft a tree."""
     from specdec_ext.decoding.drafters.tree import TreeDrafter
 
-    if draft is None or hasattr(draft, "propose"):
+    if not isinstance(tree, (StaticTree, GrownTree)):
         raise TypeError(
-            "generate: draft must be a causal model where a tree is asked for, got "
-            f"{type(draft).__name__}"
+            f"generate: tree must be a StaticTree, a GrownTree or None, got {shown(tree)}"
+        )
+    if not is_model(draft):
+        raise TypeError(
+            f"generate: draft must be a causal model where a tree is asked for, got {shown(draft)}"
         )
     return TreeDrafter(draft, tree)
-
-
-def _policy(gamma: Any) -> GammaPolicy:
-    """Return the policy that ``gamma`` is, or the one that always says this number."""
-    if is_policy(gamma):
-        return gamma
-    arguments.check_count("gamma", gamma)
-    return FixedGamma(gamma)

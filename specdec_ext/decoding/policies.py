@@ -18,17 +18,17 @@ that goes by batch mates makes them depend on these, and wants seeds that differ
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec_ext import theory
+from specdec_ext.decoding.checks import integer, number_in, shown
 from specdec_ext.decoding.drafters import GoOn
-from specdec_ext.decoding.thresholds import MovingThreshold, check_range
+from specdec_ext.decoding.thresholds import MovingThreshold
 
 __all__ = [
     "ConfidenceStop",
@@ -37,9 +37,13 @@ __all__ = [
     "GammaPolicy",
     "GradientAscent",
     "HeuristicGamma",
+    "MOST_DRAFTED",
+    "as_policy",
     "confidence",
-    "is_policy",
 ]
+
+#: `specdec_ext.verify` takes no longer chains: so many coins are kept apart.
+MOST_DRAFTED = 65_534
 
 
 class GammaPolicy(Protocol):
@@ -73,9 +77,33 @@ class GammaPolicy(Protocol):
         """Keep only these requests."""
 
 
-def is_policy(gamma: object) -> TypeGuard[GammaPolicy]:
-    """Tell whether ``gamma`` is a policy, and no number."""
-    return hasattr(gamma, "lengths") and hasattr(gamma, "commit")
+def as_policy(name: str, gamma: Any, low: int = 0) -> GammaPolicy:
+    """Return the policy that ``gamma`` is, or the one that always says this number.
+
+    Parameters
+    ----------
+    name : str
+        The argument, as errors are to say it.
+    gamma : int or GammaPolicy
+        What was given.
+    low : int
+        The least number allowed.
+
+    Raises
+    ------
+    TypeError
+        Something else, or a policy that lacks a method.
+    ValueError
+        A number out of range.
+    """
+    if not hasattr(gamma, "lengths") or isinstance(gamma, type):
+        return FixedGamma(integer(name, gamma, low, MOST_DRAFTED, wanted="an int or a GammaPolicy"))
+    methods = ("start", "lengths", "commit", "select")
+    lacking = [method for method in methods if not callable(getattr(gamma, method, None))]
+    if lacking:
+        raise TypeError(f"{name} must have {lacking[0]}(), as policies do, got {shown(gamma)}")
+    policy: GammaPolicy = gamma
+    return policy
 
 
 # --- fixed lengths, and draft-side stops ------------------------------------------------------
@@ -100,8 +128,7 @@ class FixedGamma:
     go_on: GoOn | None = None
 
     def __init__(self, gamma: int) -> None:
-        check_range("gamma", gamma, 0, math.inf)
-        self.limit = gamma
+        self.limit = integer(f"{type(self).__name__}: gamma", gamma, 0, MOST_DRAFTED)
         self._batch = 0
 
     def start(self, batch: int) -> None:
@@ -132,7 +159,7 @@ class _ThresholdStop(FixedGamma, ABC):
     def __init__(self, gamma: int, threshold: float | MovingThreshold) -> None:
         super().__init__(gamma)
         if not isinstance(threshold, MovingThreshold):
-            check_range("threshold", threshold, 0, 1)
+            threshold = number_in(f"{type(self).__name__}: threshold", threshold, 0, 1)
         self.threshold = threshold
         self.go_on = self._is_enough
 
@@ -234,8 +261,7 @@ class EntropyBound(_ThresholdStop):
         self, gamma: int = 10, threshold: float | MovingThreshold = 0.4, weight: float = 0.2
     ) -> None:
         super().__init__(gamma, threshold)
-        check_range("weight", weight, 0, math.inf)
-        self.weight = weight
+        self.weight = number_in("EntropyBound: weight", weight, 0)
 
     def _bound(self, tokens: Tensor, logits: Tensor) -> Tensor:
         entropy = torch.special.entr(logits.float().softmax(-1)).sum(-1)
@@ -272,8 +298,8 @@ class HeuristicGamma:
     go_on: GoOn | None = None
 
     def __init__(self, gamma: int = 5, limit: int = 20) -> None:
-        check_range("gamma", gamma, 1, limit)
-        self.gamma, self.limit = gamma, limit
+        self.limit = integer("HeuristicGamma: limit", limit, 1, MOST_DRAFTED)
+        self.gamma = integer("HeuristicGamma: gamma", gamma, 1, self.limit)
         self._lengths: list[int] = []
 
     def start(self, batch: int) -> None:
@@ -335,10 +361,11 @@ class GradientAscent:
     def __init__(
         self, c: float, gamma: int = 5, limit: int = 20, *, rate: float = 2.0, steps: int = 10
     ) -> None:
-        check_range("c", c, 0, math.inf)
-        check_range("gamma", gamma, 1, limit)
-        self.c, self.gamma, self.limit = c, gamma, limit
-        self.rate, self.steps = rate, steps
+        self.limit = integer("GradientAscent: limit", limit, 1, MOST_DRAFTED)
+        self.gamma = integer("GradientAscent: gamma", gamma, 1, self.limit)
+        self.c = number_in("GradientAscent: c", c, 0)
+        self.rate = number_in("GradientAscent: rate", rate, 0)
+        self.steps = integer("GradientAscent: steps", steps, low=0)
         self._accepted: list[int] = []
         self._tested: list[int] = []
         self._gammas: list[float] = []

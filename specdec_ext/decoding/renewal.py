@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specdec_ext.decoding.calibration import Calibration, RoundTimes
+from specdec_ext.decoding.checks import integer, number_in, shown
 from specdec_ext.decoding.drafters import GoOn
-from specdec_ext.decoding.policies import confidence
-from specdec_ext.decoding.thresholds import check_range
+from specdec_ext.decoding.policies import MOST_DRAFTED, confidence
 
 __all__ = ["RenewalRule"]
 
@@ -99,11 +98,12 @@ class RenewalRule:
         memory: int = 32,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_range("limit", limit, 1, math.inf)
-        check_range("c", c, 0, math.inf)
-        check_range("probe", probe, 3, math.inf)
-        check_range("memory", memory, 2, math.inf)
-        self.limit, self.probe = limit, probe
+        self.limit = integer("RenewalRule: limit", limit, 1, MOST_DRAFTED)
+        self.probe = integer("RenewalRule: probe", probe, low=3)
+        c = number_in("RenewalRule: c", c, 0)
+        memory = integer("RenewalRule: memory", memory, low=2)
+        if not callable(clock):
+            raise TypeError(f"RenewalRule: clock must be a callable, got {shown(clock)}")
         self.times, self.table = RoundTimes(c), Calibration()
         self._keep, self._clock = 1 - 1 / memory, clock
         self._everyone = _Trials(1 - 1 / (8 * memory))

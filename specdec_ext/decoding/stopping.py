@@ -91,22 +91,19 @@ def _is_true(answer: Any) -> bool:
 
 def find_stops(
     tokens: Iterable[int],
-    stop_sequences: Iterable[Sequence[int]] | None,
-    stop_strings: str | Sequence[str] | None,
+    stop_sequences: Iterable[Sequence[int]],
+    stop_strings: Sequence[str],
     tokenizer: Any,
     stopping_criteria: Criterion | Iterable[Criterion] | None,
     device: torch.device,
 ) -> Stops:
-    """Bring the arguments of `generate` to one form."""
-    sequences = [[int(token) for token in sequence] for sequence in stop_sequences or ()]
+    """Put together what `arguments` made of the arguments of `generate`."""
+    sequences = [list(sequence) for sequence in stop_sequences]
     if not all(sequences):
         raise ValueError("generate: stop_sequences must hold at least one token each, got []")
     criteria: list[Criterion] = callables("stopping_criteria", stopping_criteria)
-    if stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError("generate: stop_strings need a tokenizer")
+    if stop_strings:
         from transformers import StopStringCriteria
 
-        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-        criteria.append(StopStringCriteria(tokenizer, strings))
+        criteria.append(StopStringCriteria(tokenizer, list(stop_strings)))
     return Stops(tokens, sequences, criteria, device)

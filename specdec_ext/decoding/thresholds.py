@@ -7,13 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["MovingThreshold", "check_range"]
+from specdec_ext.decoding.checks import number_in
 
-
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise ValueError if ``value`` is not in [low, high]."""
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value}")
+__all__ = ["MovingThreshold"]
 
 
 class MovingThreshold:
@@ -70,11 +66,11 @@ class MovingThreshold:
         beta2: float = 0.9,
         epsilon: float = 0.01,
     ) -> None:
-        given = {"threshold": start_at, "alpha": alpha, "beta1": beta1, "beta2": beta2}
-        for name, value in {**given, "epsilon": epsilon}.items():
-            check_range(name, value, 0, 1)
-        self.start_at, self.alpha = start_at, alpha
-        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        self.start_at = number_in("MovingThreshold: start_at", start_at, 0, 1)
+        self.alpha = number_in("MovingThreshold: alpha", alpha, 0, 1)
+        self.beta1 = number_in("MovingThreshold: beta1", beta1, 0, 1)
+        self.beta2 = number_in("MovingThreshold: beta2", beta2, 0, 1)
+        self.epsilon = number_in("MovingThreshold: epsilon", epsilon, 0, 1)
         self.start(0)
 
     def start(self, batch: int) -> None:

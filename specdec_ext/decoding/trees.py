@@ -37,6 +37,7 @@ from specdec_ext.contract import (
     KIND_REST,
     KIND_WITHOUT_REPLACEMENT,
 )
+from specdec_ext.decoding.checks import integer, items, number_in, shown
 
 __all__ = [
     "CHILDREN",
@@ -51,6 +52,8 @@ __all__ = [
 
 #: How the children of a node can be drawn.
 CHILDREN = ("without_replacement", "iid", "rest", "top_k", "coupled")
+
+_MOST_NODES = 1024  # of a tree that `specdec_ext.verify_tree` takes
 
 
 class TreeDraft(NamedTuple):
@@ -95,8 +98,10 @@ class StaticTree:
 
     Raises
     ------
+    TypeError
+        Parents that are no sequence of ints.
     ValueError
-        Nodes that are no tree in breadth-first order, or unknown children.
+        Nodes that are no tree in breadth-first order, more than 1,024 of them, or unknown children.
 
     Examples
     --------
@@ -113,16 +118,31 @@ class StaticTree:
     def __post_init__(self) -> None:
         """Check the topology."""
         if self.children not in CHILDREN:
-            raise ValueError(f"children must be one of {CHILDREN}, got {self.children!r}")
-        if not 1 <= len(self.parents) <= 1024 or self.parents[0] != -1:
-            raise ValueError(f"parents must be those of 1 to 1024 nodes, -1 first: {self.parents}")
+            raise ValueError(
+                f"StaticTree: children must be one of {CHILDREN}, got {self.children!r}"
+            )
+        parents = items(self.parents)
+        if parents is None:
+            raise TypeError(
+                f"StaticTree: parents must be a sequence of int, got {shown(self.parents)}"
+            )
+        if not 1 <= len(parents) <= _MOST_NODES:
+            raise ValueError(
+                f"StaticTree: parents must be those of 1 to 1024 nodes, got {len(parents)}"
+            )
+        named = [integer("StaticTree: each of parents", parent) for parent in parents]
+        object.__setattr__(self, "parents", tuple(named))
+        if self.parents[0] != -1:
+            raise ValueError(
+                f"StaticTree: parents must begin with -1, the root's, got {self.parents}"
+            )
         for node, (before, parent) in enumerate(
             zip(self.parents, self.parents[1:], strict=False), 1
         ):
             if not max(before, 0) <= parent < node:
                 raise ValueError(
-                    f"nodes must come level by level, children of one node together; node {node} "
-                    f"has parent {parent} after a node of parent {before}"
+                    "StaticTree: parents must name nodes level by level, children of one node "
+                    f"together; got parent {parent} of node {node} after one of parent {before}"
                 )
 
     @classmethod
@@ -131,10 +151,15 @@ class StaticTree:
     ) -> StaticTree:
         """Make a tree in which every node of level i has ``widths[i]`` children."""
         parents, level = [-1], [0]
-        for width in widths:
-            if width < 1:
-                raise ValueError(f"widths must be at least 1, got {tuple(widths)}")
+        several = items(widths)
+        if several is None:
+            raise TypeError(f"StaticTree: widths must be a sequence of int, got {shown(widths)}")
+        for width in [integer("StaticTree: each of widths", width, low=1) for width in several]:
             first = len(parents)
+            if first + len(level) * width > _MOST_NODES:
+                raise ValueError(
+                    f"StaticTree: widths must make 1024 nodes at most, got {tuple(several)}"
+                )
             parents += [node for node in level for _ in range(width)]
             level = list(range(first, len(parents)))
         return cls(tuple(parents), children)
@@ -200,9 +225,15 @@ def sequoia_tree(
     >>> sequoia_tree([0.4, 0.3, 0.2], nodes=4).parents  # many fair ones: a star
     (-1, 0, 0, 0)
     """
-    if nodes < 1 or any(not 0 <= a <= 1 for a in acceptance):
-        raise ValueError(f"expected nodes >= 1 and rates in [0, 1], got {nodes} and {acceptance}")
-    rates = tuple(acceptance)
+    nodes = integer("sequoia_tree: nodes", nodes, 1, _MOST_NODES)
+    if max_depth is not None:
+        max_depth = integer("sequoia_tree: max_depth", max_depth, low=0)
+    several = items(acceptance)
+    if several is None:
+        raise TypeError(
+            f"sequoia_tree: acceptance must be a sequence of rates, got {shown(acceptance)}"
+        )
+    rates = tuple(number_in("sequoia_tree: each of acceptance", a, 0, 1) for a in several)
 
     @cache
     def best(budget: int, depth: int) -> tuple[float, tuple[int, ...]]:
@@ -267,14 +298,13 @@ class GrownTree:
         """Check the sizes."""
         if self.children != "top_k":
             raise ValueError(
-                'a tree that is grown by value has deterministic children ("top_k"): choosing '
-                f"among drawn ones would bias what is emitted; got {self.children!r}"
+                'GrownTree: children must be "top_k", deterministic, where a tree is grown: '
+                f"choosing among drawn ones would bias what is emitted; got {self.children!r}"
             )
-        if not 1 <= self.nodes <= 1024 or self.depth < 1 or self.beam < 1:
-            raise ValueError(
-                f"expected nodes in [1, 1024], depth >= 1 and beam >= 1, got {self.nodes}, "
-                f"{self.depth} and {self.beam}"
-            )
+        most = {"nodes": _MOST_NODES, "depth": None, "beam": None}
+        for name, high in most.items():
+            given = integer(f"GrownTree: {name}", getattr(self, name), 1, high)
+            object.__setattr__(self, name, given)
 
 
 # -------------------------------------------------------------------------------------------------

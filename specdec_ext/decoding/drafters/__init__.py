@@ -13,6 +13,7 @@ from specdec_ext.decoding.drafters.interface import (
     only,
 )
 from specdec_ext.decoding.drafters.model import as_drafter
+from specdec_ext.decoding.drafters.parts import check_distinct
 
 __all__ = [
     "Draft",
@@ -24,6 +25,7 @@ __all__ = [
     "RevisableDrafter",
     "as_drafter",
     "begun_or",
+    "check_distinct",
     "last_tokens",
     "only",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specdec_ext._host import InputMatcher
+from specdec_ext.decoding.checks import items, shown, token_ids
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests
 from specdec_ext.decoding.drafters.text import TextDrafter, put
 
@@ -57,8 +58,10 @@ class AggressiveDrafter(TextDrafter[_Alignment]):
 
     Raises
     ------
+    TypeError
+        Inputs that are no sequences of token ids.
     ValueError
-        At the start, if there is not one input a request.
+        An id under 0; at the start, if there is not one input a request.
 
     Examples
     --------
@@ -79,7 +82,18 @@ class AggressiveDrafter(TextDrafter[_Alignment]):
 
     def __init__(self, inputs: Sequence[Sequence[int]] | None = None) -> None:
         super().__init__()
-        self.inputs = None if inputs is None else [list(source) for source in inputs]
+        self.inputs: list[list[int]] | None = None
+        if inputs is not None:
+            name = "AggressiveDrafter: inputs"
+            several = items(inputs)
+            if several is None:
+                raise TypeError(
+                    f"{name} must be sequences of token ids or None, got {shown(inputs)}"
+                )
+            self.inputs = [
+                token_ids(f"AggressiveDrafter: ids of input {b}", ids)
+                for b, ids in enumerate(several)
+            ]
 
     def _reader(self, request: int, prompt: list[int]) -> _Alignment:
         return _Alignment(prompt if self.inputs is None else self.inputs[request])

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from specdec_ext.decoding.checks import integer
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.module_views import with_part
 
@@ -77,8 +78,7 @@ def first_layers(model: Any, layers: int) -> Any:
     >>> first.lm_head.weight is model.lm_head.weight
     True
     """
-    if isinstance(layers, bool) or not isinstance(layers, int):
-        raise TypeError(f"early exit: layers must be an int, got {type(layers).__name__}")
+    layers = integer("early exit: layers", layers)
     path = _path_of_layers(model)
     every: Any = model.get_submodule(path)
     if not 1 <= layers <= len(every):

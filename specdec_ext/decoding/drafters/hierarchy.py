@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.contract import rule_names
+from specdec_ext.decoding.checks import flag
 from specdec_ext.decoding.drafters import (
     Draft,
     Drafter,
@@ -18,13 +19,14 @@ from specdec_ext.decoding.drafters import (
     Requests,
     RevisableDrafter,
     as_drafter,
+    check_distinct,
     last_tokens,
     only,
 )
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.drafters.proposals import Proposals
 from specdec_ext.decoding.drafters.restarted import Restarted
-from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, is_policy
+from specdec_ext.decoding.policies import GammaPolicy, as_policy
 
 __all__ = ["HierarchicalDrafter"]
 
@@ -111,18 +113,19 @@ class HierarchicalDrafter(ModelDrafter):
         rule: str = "block",
         refill: bool = False,
     ) -> None:
-        policy = _policy(gamma)
+        policy = as_policy("HierarchicalDrafter: gamma", gamma, low=1)
         if rule not in RULES:
             known = " or ".join(map(repr, RULES))
-            raise ValueError(f"hierarchy: rule must be {known}, got {rule!r}")
+            raise ValueError(f"HierarchicalDrafter: rule must be {known}, got {rule!r}")
         super().__init__(model)
-        drafter: Any = as_drafter(draft)
+        drafter: Any = as_drafter(draft, "HierarchicalDrafter: draft")
         self.draft: RevisableDrafter | Restarted
         revisable = hasattr(drafter, "revise") and hasattr(drafter, "hear")
         self.draft = drafter if revisable else Restarted(drafter)
         self.policy = policy
         self.rule = rule
-        self.refill = refill
+        self.refill = flag("HierarchicalDrafter: refill", refill)
+        check_distinct("HierarchicalDrafter: draft", self)
         self._level: Requests  # as this level's verification and drafter have it
         self._ends: list[int]
         self._text: Tensor  # [B, n], what the target has, left-padded with -1
@@ -306,14 +309,3 @@ class HierarchicalDrafter(ModelDrafter):
         self._ends = [self._ends[i] for i in indices]
         self._text = self._text[rows]
         self._found.select(rows, indices)
-
-
-def _policy(gamma: int | GammaPolicy) -> GammaPolicy:
-    """Return the policy that ``gamma`` is, or the one that always says this number."""
-    if is_policy(gamma):
-        return gamma
-    if isinstance(gamma, bool) or not isinstance(gamma, int):
-        raise TypeError(f"hierarchy: gamma must be an int or a policy, got {type(gamma).__name__}")
-    if gamma < 1:
-        raise ValueError(f"hierarchy: gamma must be at least 1, got {gamma}")
-    return FixedGamma(gamma)

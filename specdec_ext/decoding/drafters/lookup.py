@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specdec_ext._host import RepeatFinder
+from specdec_ext.decoding.checks import integer
 from specdec_ext.decoding.drafters import Draft, GoOn
 from specdec_ext.decoding.drafters.text import TextDrafter, put
 
@@ -49,13 +50,13 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
 
     def __init__(self, *, min_match: int = 1, max_match: int = 16) -> None:
         super().__init__()
-        if not 1 <= min_match <= max_match:
+        self.min_match = integer("LookupDrafter: min_match", min_match)
+        self.max_match = integer("LookupDrafter: max_match", max_match)
+        if not 1 <= self.min_match <= self.max_match:
             raise ValueError(
                 f"LookupDrafter: 1 <= min_match <= max_match must hold, got {min_match} and "
                 f"{max_match}"
             )
-        self.min_match = min_match
-        self.max_match = max_match
 
     def _reader(self, request: int, prompt: list[int]) -> RepeatFinder:
         finder = RepeatFinder(self.max_match)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.checks import is_model, shown
 from specdec_ext.decoding.drafters.interface import (
     Draft,
     Drafter,
@@ -49,6 +50,11 @@ class ModelDrafter:
     """
 
     def __init__(self, model: Any) -> None:
+        if not is_model(model):
+            raise TypeError(
+                f"{type(self).__name__}: model must be a causal language model, called as Hugging "
+                f"Face models are, got {shown(model)}"
+            )
         self.model = model
         self._cached: HostedModel | None = None
         self._requests: Requests
@@ -221,10 +227,32 @@ class ModelDrafter:
         self._heard = [heard.select(rows, indices) for heard in self._heard]
 
 
-def as_drafter(draft: Any | Drafter | None) -> Drafter:
-    """Return the drafter that ``draft`` is, or the one that drives the model that it is."""
+def as_drafter(draft: Any | Drafter | None, name: str = "draft") -> Drafter:
+    """Return the drafter that ``draft`` is, or the one that drives the model that it is.
+
+    Parameters
+    ----------
+    draft : torch.nn.Module, Drafter or None
+        None: the drafter that proposes nothing.
+    name : str
+        The argument, as errors are to say it.
+
+    Raises
+    ------
+    TypeError
+        Something else, or a drafter that lacks a method.
+    """
     if draft is None:
         return NoDrafter()
-    if hasattr(draft, "propose") and hasattr(draft, "commit"):
-        return draft
+    if hasattr(draft, "propose") and not isinstance(draft, type):
+        methods = ("start", "propose", "commit", "select")
+        lacking = [method for method in methods if not callable(getattr(draft, method, None))]
+        if lacking:
+            raise TypeError(f"{name} must have {lacking[0]}(), as drafters do, got {shown(draft)}")
+        drafter: Drafter = draft
+        return drafter
+    if not is_model(draft):
+        raise TypeError(
+            f"{name} must be a causal language model, a Drafter or None, got {shown(draft)}"
+        )
     return ModelDrafter(draft)

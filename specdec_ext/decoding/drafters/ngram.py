@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.checks import flag, integer, is_listing, number, shown, token_ids
 from specdec_ext.decoding.drafters import Draft, GoOn, begun_or
 from specdec_ext.decoding.drafters.text import TextDrafter
 
@@ -106,6 +108,8 @@ class NgramDrafter(TextDrafter[_Reader]):
 
     Raises
     ------
+    TypeError
+        An argument of another kind; texts that are no sequences of token ids.
     ValueError
         ``vocab_size`` or ``order`` under 1, ``smoothing`` not positive, an id of ``texts`` outside
         the vocabulary.
@@ -132,26 +136,20 @@ class NgramDrafter(TextDrafter[_Reader]):
         learn: bool = True,
     ) -> None:
         super().__init__()
-        if vocab_size < 1 or order < 1:
-            raise ValueError(
-                f"NgramDrafter: vocab_size and order must be at least 1, got {vocab_size} and "
-                f"{order}"
-            )
-        if not 0 < smoothing < float("inf"):
-            raise ValueError(f"NgramDrafter: smoothing must be positive, got {smoothing}")
-        self.sampled = sampled
-        self.smoothing = smoothing
-        self.learn = learn
+        vocab_size = integer("NgramDrafter: vocab_size", vocab_size, low=1)
+        order = integer("NgramDrafter: order", order, low=1)
+        self.smoothing = number("NgramDrafter: smoothing", smoothing)
+        if not 0 < self.smoothing < math.inf:
+            raise ValueError(f"NgramDrafter: smoothing must be positive, got {self.smoothing}")
+        self.sampled = flag("NgramDrafter: sampled", sampled)
+        self.learn = flag("NgramDrafter: learn", learn)
         self._shared = _Counts(order, torch.zeros(vocab_size, dtype=torch.float64))
-        for text in texts:
-            ids = text.tolist() if isinstance(text, Tensor) else list(text)
-            outside = next((token for token in ids if not 0 <= token < vocab_size), None)
-            if outside is not None:
-                raise ValueError(
-                    f"NgramDrafter: texts must hold ids under vocab_size = {vocab_size}, got "
-                    f"{outside}"
-                )
-            self._shared.add(ids)
+        if not is_listing(texts):
+            raise TypeError(
+                f"NgramDrafter: texts must be sequences of token ids, got {shown(texts)}"
+            )
+        for k, text in enumerate(texts):
+            self._shared.add(token_ids(f"NgramDrafter: ids of text {k}", text, 0, vocab_size - 1))
 
     def _reader(self, request: int, prompt: list[int]) -> _Reader:
         device = self._requests.ends.device

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.drafters import Draft, Drafter, GoOn, Requests, as_drafter, only
+from specdec_ext.decoding.checks import flag
+from specdec_ext.decoding.drafters import (
+    Draft,
+    Drafter,
+    GoOn,
+    Requests,
+    as_drafter,
+    check_distinct,
+    only,
+)
 from specdec_ext.decoding.drafters.restarted import Restarted
 
 __all__ = ["StackableDrafter", "StackedDrafter"]
@@ -71,7 +80,7 @@ class StackedDrafter:
         A drafter that cannot hear of others' rounds or, if ``continued``, go on behind others'
         tokens.
     ValueError
-        No drafter.
+        No drafter, or one of them twice.
 
     Examples
     --------
@@ -89,7 +98,12 @@ class StackedDrafter:
     def __init__(self, *drafters: Any, continued: bool = False) -> None:
         if not drafters:
             raise ValueError("StackedDrafter: give at least one drafter")
-        self.drafters: list[Any] = [as_drafter(drafter) for drafter in drafters]
+        self.continued = flag("StackedDrafter: continued", continued)
+        self.drafters: list[Any] = [
+            as_drafter(drafter, f"StackedDrafter: drafter {k}")
+            for k, drafter in enumerate(drafters)
+        ]
+        check_distinct("StackedDrafter: drafters", self)
         for drafter in self.drafters:
             if not callable(getattr(drafter, "hear", None)):
                 raise TypeError(
@@ -97,7 +111,7 @@ class StackedDrafter:
                     "rounds in which others drafted"
                 )
         last = self.drafters[-1]
-        if continued and "begun" not in inspect.signature(last.propose).parameters:
+        if self.continued and "begun" not in inspect.signature(last.propose).parameters:
             raise TypeError(
                 f"StackedDrafter: {type(last).__name__} cannot go on behind others' tokens: its "
                 "propose() takes no begun"
@@ -106,7 +120,6 @@ class StackedDrafter:
             drafter if hasattr(drafter, "revise") else Restarted(drafter)
             for drafter in self.drafters
         ]
-        self.continued = continued
         self._shares: dict[int, _Share] = {}  # of the drafters that were asked in this round
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.contract import GREEDY_BELOW
+from specdec_ext.decoding.checks import integer
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests
 
 __all__ = ["UniformDrafter"]
@@ -49,9 +50,7 @@ class UniformDrafter:
     calls = 0
 
     def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 1:
-            raise ValueError(f"UniformDrafter: vocab_size must be at least 1, got {vocab_size}")
-        self.vocab_size = vocab_size
+        self.vocab_size = integer("UniformDrafter: vocab_size", vocab_size, low=1)
         self._requests: Requests
 
     def start(self, requests: Requests) -> None:
