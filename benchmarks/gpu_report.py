@@ -25,9 +25,9 @@ Where a GPU is lent for minutes, and commands of a few minutes each, build elsew
 Python, torch and nvcc, ``SPECDEC_CUDA=1 python setup.py build_ext --inplace``, and copy
 ``specdec_ext/*.so`` into a folder that travels with the tree, ``.gpu`` here. Then two commands do:
 
-    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix -checks \\
+    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-checks \\
         --steps build info smoke memcheck racecheck tests
-    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix -bench \\
+    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-bench \\
         --steps build info bench
 
 and ``--merge CHECKS.json BENCH.json`` makes one report of theirs.
@@ -68,8 +68,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import bench_gpu  # noqa: E402
 import common  # noqa: E402
+import gpu_tables  # noqa: E402
 
 ROOT = common.ROOT
 TESTS = ROOT / "python_tests"
@@ -152,12 +152,12 @@ class Report:
 
     def markdown(self) -> str:
         """Give facts, a table of the steps, the benchmark, and the ends of what went wrong."""
-        facts = [[name, bench_gpu.one_line(str(value))] for name, value in self.facts.items()]
+        facts = [[name, gpu_tables.one_line(str(value))] for name, value in self.facts.items()]
         rows = [
             [s.name, s.status, "" if s.code is None else str(s.code), f"{s.seconds:.0f}"]
             + [
-                f"`{bench_gpu.one_line(s.command)}`" if s.command else "",
-                bench_gpu.one_line(s.note),
+                f"`{gpu_tables.one_line(s.command)}`" if s.command else "",
+                gpu_tables.one_line(s.note),
             ]
             for s in self.steps.values()
         ]
@@ -166,7 +166,7 @@ class Report:
         parts += [common.markdown_table(["fact", "value"], facts)]
         parts += ["## Steps", common.markdown_table(header, rows)]
         if self.bench.get("facts"):
-            parts += [bench_gpu.markdown(self.bench)]
+            parts += [gpu_tables.markdown(self.bench)]
         for step in self.steps.values():
             if step.status not in ("ok", "skipped"):
                 parts += [f"## Output of {step.name}", f"```text\n{step.tail}\n```"]
@@ -289,14 +289,14 @@ def peers(report: Report, limit: float) -> Step:
     if report.options.device.type != "cuda":
         return Step("peers", note="other packages' kernels need a GPU")
     step, text = run(report, "peers", python("benchmarks/peers.py"), limit)
-    step.note = step.note or bench_gpu.one_line(text[-600:])
+    step.note = step.note or gpu_tables.one_line(text[-600:])
     return step
 
 
 def info(report: Report, limit: float) -> Step:
     """Ask the package what it has."""
     step, text = run(report, "info", python("-m", "specdec_ext", "info"), limit)
-    step.note = bench_gpu.one_line("; ".join(x for x in text.splitlines() if "backend" in x))
+    step.note = gpu_tables.one_line("; ".join(x for x in text.splitlines() if "backend" in x))
     return step
 
 
@@ -416,7 +416,9 @@ def bench(report: Report, limit: float) -> Step:
             report.bench = json.loads(path.read_text())
     records = report.bench.get("records", [])
     counts = Counter(record["status"] for record in records)
-    marks = Counter(target["mark"] for target in bench_gpu.targets(report.bench)) if records else {}
+    marks = (
+        Counter(target["mark"] for target in gpu_tables.targets(report.bench)) if records else {}
+    )
     said = [f"{count} {name}" for name, count in [*counts.items(), *marks.items()]]
     step.note = f"{step.note} {', '.join(said) or 'nothing was measured'}".strip()
     return step
@@ -520,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         run_steps(report)
     if report.bench.get("records"):
-        print(f"\n{bench_gpu.targets_table(report.bench)}")
+        print(f"\n{gpu_tables.targets_table(report.bench)}")
     print(f"\nwrote {report.stem}.json, .md, .log")
     for step in report.steps.values():
         print(f"{step.name:<10} {step.status:<8} {step.seconds:6.0f} s  {step.note}"[:300])

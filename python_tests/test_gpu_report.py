@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 import types
@@ -34,9 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import bench_gpu  # noqa: E402
 import common  # noqa: E402
 import gpu_report  # noqa: E402
+import gpu_tables  # noqa: E402
 import peers  # noqa: E402
 import replays  # noqa: E402
-from bench_gpu import Cell  # noqa: E402
+from gpu_tables import Cell  # noqa: E402
 from peers import Sampling  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -651,7 +653,7 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
     assert state.ungraphable == ["cpu token"] and len(state.records) == count
     again = bench_gpu.State(tmp_path / "state.json")
     assert vars(again) == vars(state) and again.done() == {(cell, "cpu token")}
-    table = bench_gpu.problems_table({"records": state.records})
+    table = gpu_tables.problems_table({"records": state.records})
     assert "wrong token" in table and "misaligned address" in table
 
 
@@ -723,7 +725,7 @@ def test_targets():
         ],
     }
     marks = {
-        (t["target"], t["contestant"], t["bound"]): t["mark"] for t in bench_gpu.targets(state)
+        (t["target"], t["contestant"], t["bound"]): t["mark"] for t in gpu_tables.targets(state)
     }
     assert marks == {
         ("us / reading once", "cuda token", 1.5): "PASS",
@@ -733,7 +735,7 @@ def test_targets():
         ("us, one request", "cuda block", 12.0): "PASS",
         ("us / reading once", "cuda token", 2.5): "PASS",
     }
-    text = bench_gpu.markdown(state)
+    text = gpu_tables.markdown(state)
     assert "### Not timed" in text and "no / way" in text and "cuda block | " in text
 
 
@@ -783,6 +785,15 @@ def test_time_is_shared():
     assert gpu_report.limit_of("smoke", names[4:], 30.0) == 30.0
     after = names[names.index("tests") :]
     assert gpu_report.limit_of("tests", after, 1400.0) == pytest.approx(600.0)
+
+
+def test_the_report_needs_no_package_before_it_is_built():
+    script = "import sys; sys.modules['specdec_ext'] = None; import gpu_report; print('imported')"
+    environment = {**os.environ, "PYTHONPATH": str(common.ROOT / "benchmarks")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert "imported" in done.stdout, done.stderr
 
 
 def test_a_step_ends_with_everything_it_started(tmp_path):

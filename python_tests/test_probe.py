@@ -100,6 +100,14 @@ def uncached(model, ids, mask, new: int = NEW) -> list[list[int]]:
     return rows
 
 
+@torch.inference_mode()
+def looks_ahead(model) -> bool:
+    """Whether a token changes what is said before it, as in RoFormer of transformers 5.17."""
+    ids = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    said = model(input_ids=ids, use_cache=False).logits[:, 1]
+    return not torch.allclose(said[0], said[1])
+
+
 def new_tokens(target, draft, ids, mask, **options) -> list[list[int]]:
     sequences, statistics = specdec_ext.generate(
         target, draft, ids, attention_mask=mask, max_new_tokens=NEW, **options
@@ -111,6 +119,8 @@ def new_tokens(target, draft, ids, mask, **options) -> list[list[int]]:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_what_is_found(name):
     target, _ = build(name)
+    if looks_ahead(target):
+        pytest.skip("the model looks ahead, and is refused")
     assert probe.find_traits(target, 64, static=False) == EXPECTED[name]
 
 
@@ -120,6 +130,10 @@ def test_batches_of_models_that_count_in_slots(name, lengths):
     target, draft = build(name)
     ids, mask = prompts(lengths, seed=3)
     ids = torch.where(ids == 1, 2, ids)  # RoBERTa's padding token is not for texts
+    if looks_ahead(target):
+        with pytest.raises(ValueError, match="gives other answers over a key-value cache"):
+            new_tokens(target, draft, ids, mask, gamma=4)
+        return
     expected = uncached(target, ids, mask)
     assert new_tokens(target, draft, ids, mask, gamma=4) == expected
 

@@ -45,11 +45,14 @@ class Manner(NamedTuple):
         Where its embeddings of positions are, if it counts them in cache slots.
     heeds : bool
         Whether ``decoder_position_ids`` change what it says.
+    writes : bool
+        Whether it adds to what the encoder gave, in place, so that it needs a copy in every call.
     """
 
     fault: str | None = None
     table: PositionTable | None = None
     heeds: bool = False
+    writes: bool = False
 
 
 _found: weakref.WeakKeyDictionary[Any, tuple[list[int], Manner]] = weakref.WeakKeyDictionary()
@@ -75,15 +78,20 @@ def find_manner(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedMo
 
 
 def _find(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedModel]) -> Manner:
-    fault = _fault(encoded)
-    if fault is not None or _heeds_position_ids(encoded):
-        return Manner(fault, heeds=fault is None)
+    twice = _repeated(encoded, 2)
+    read = twice.states.clone()
+    fault = _fault(twice)
+    manner = Manner(fault, writes=not torch.equal(read, twice.states))
+    if fault is not None:
+        return manner
+    if _heeds_position_ids(encoded):
+        return manner._replace(heeds=True)
     table = find_position_table(
         encoded.model, _repeated(encoded, 2)._run, _words(encoded), encoded.config.pad_token_id
     )
-    if table is None or not _right_when_told(tell(table)):
-        return Manner()
-    return Manner(table=table)
+    if table is not None and _right_when_told(tell(table)):
+        return manner._replace(table=table)
+    return manner
 
 
 def _right_when_told(encoded: EncodedModel) -> bool:
@@ -109,18 +117,18 @@ def _right_when_told(encoded: EncodedModel) -> bool:
     return difference <= max(SAME * _apart(alone, other), _rounding(alone))
 
 
-def _fault(encoded: EncodedModel) -> str | None:
+def _fault(twice: EncodedModel) -> str | None:
     """Say what is wrong with the decoder's answers where several tokens are run in one call."""
-    words = _words(encoded)
+    words = _words(twice)
     ids = torch.stack([words, words])
     ids[1, -1] = words[0]
     try:
-        rows = _run(_repeated(encoded, 2), ids, [2, COUNT - 2])
+        rows = _run(twice, ids, [2, COUNT - 2])
     except Exception as error:
         said = (str(error) or repr(error)).splitlines()[0]
         return (
-            f"cannot run several tokens over a key-value cache ({type(error).__name__}: {said}), "
-            "as verification needs it"
+            "fails where several token ids, [B, m], are run over a key-value cache, as "
+            f"verification needs it ({type(error).__name__}: {said})"
         )
     # The texts are the same but for the last token.
     difference = _apart(rows[0, :-1], rows[1, :-1])

@@ -48,6 +48,7 @@ class EncodedModel:
         )
         self.generation_config = model.generation_config
         self.dtype, self.device, self.training = model.dtype, model.device, model.training
+        self.writes = False  # whether the decoder changes what it is given
         self._cross: Any = DynamicCache()
 
     @property
@@ -105,8 +106,11 @@ class EncodedModel:
             kwargs["past_key_values"] = EncoderDecoderCache(cache, self._cross)
         if self.mask is not None and "attention_mask" in signature(model.forward).parameters:
             kwargs["attention_mask"] = self.mask
+        outputs = self.outputs
+        if self.writes:
+            outputs = _rows_of(outputs, torch.arange(len(input_ids), device=input_ids.device))
         return model(
-            encoder_outputs=self.outputs,
+            encoder_outputs=outputs,
             decoder_input_ids=input_ids,
             decoder_attention_mask=mask,
             use_cache=cache is not None,
@@ -199,13 +203,15 @@ def encoded(
     Parameters
     ----------
     model : torch.nn.Module
-        A Hugging Face encoder-decoder (T5, BART, Marian, Whisper and their likes), unmodified.
+        A Hugging Face encoder-decoder (T5, BART, Marian, Whisper and their likes, or one that is
+        put together from an encoder and a decoder), unmodified. Several threads can use it at once.
     attention_mask : Tensor, optional
         ``[B, S]``, zeros at padding of the encoder's input.
     encoder_outputs : optional
         What the encoder gave, if it has run.
     **encoder_inputs : Tensor
-        What the encoder is called with otherwise: ``input_ids`` ``[B, S]`` or ``input_features``.
+        What the encoder is called with otherwise: ``input_ids`` ``[B, S]``, ``input_features``,
+        ``pixel_values`` ...
 
     Returns
     -------
@@ -254,6 +260,10 @@ def _of_its_kind(model: Any, outputs: ModelOutput, mask: Tensor | None) -> Encod
     manner = find_manner(plain, tell)
     if manner.fault is not None:
         raise ValueError(f"encoded: the decoder of {type(model).__name__} {manner.fault}")
+    kind = plain
     if "decoder_position_ids" in signature(model.forward).parameters or manner.heeds:
-        return _NumberedModel(model, outputs, mask)
-    return plain if manner.table is None else tell(manner.table)
+        kind = _NumberedModel(model, outputs, mask)
+    elif manner.table is not None:
+        kind = tell(manner.table)
+    kind.writes = manner.writes
+    return kind
