@@ -54,8 +54,9 @@ def run_family(name: str, wanted: list[str]) -> list[dict[str, Any]]:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return [{"family": name, "mode": "built", "verdict": "not built", "detail": said}]
     records = []
+    shown = name if case.encoder else name.removesuffix(":encoded")
     common = {
-        "family": name, "class": type(case.models[0]).__name__,
+        "family": shown, "class": type(case.models[0]).__name__,
         "dtype": str(case.dtype).removeprefix("torch."), "tokens": modes.variety(case.batches),
     }  # fmt: skip
     for mode in wanted:
@@ -211,14 +212,14 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     for name, found in sweep(names, wanted, given.jobs, given.limit):
         records += found
-        print(line(name, found), flush=True)
+        print(line(found[0]["family"], found), flush=True)
         for record in found if given.verbose else []:
             if record["verdict"] not in (modes.RIGHT, "not built"):
                 print(f"    {record['mode']}: {record['verdict']}: {record['detail']}", flush=True)
     took = time.perf_counter() - begin
     print(f"\n{len(names)} families, {len(wanted)} modes, {took:.0f} s: {summary(records)}")
-    order = {name: i for i, name in enumerate(known)}
-    records.sort(key=lambda record: order[record["family"]])
+    order = {name.removesuffix(":encoded"): i for i, name in enumerate(known)}
+    records.sort(key=lambda r: order[r["family"].removesuffix(":encoded")])
     if given.json:
         given.json.write_text(json.dumps(records))
     if given.record:

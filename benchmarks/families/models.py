@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -27,6 +28,9 @@ PAD, START = 0, 1
 FIRST_WORD = 3  # prompts are made of ids from here on
 SPREAD = 0.3  # standard deviation of every weight matrix
 
+HEADS = 4
+KEY_HEADS = r".*(kv_heads|key_value_heads|kv_n_heads|query_groups)"
+
 #: What a field becomes whose name matches, if that makes it smaller; the first match counts.
 SHRINK: list[tuple[str, int]] = [
     (r"(src_|tgt_|decoder_|unpadded_)?vocab_size(_per_layer_input)?", VOCABULARY),
@@ -36,10 +40,10 @@ SHRINK: list[tuple[str, int]] = [
     (r"moe_.*intermediate_size|expert_ffn_hidden_size|moe_.*hidden_size", 24),
     (r".*(intermediate_size(_mlp)?|ffn_dim|d_ff|dff|d_inner|dim_ff|ffn_hidden_size|mlp_dim)", 48),
     (r"feed_forward_size", 48),
-    (r".*(kv_heads|key_value_heads|kv_n_heads|query_groups)", 2),
+    (KEY_HEADS, 2),
     (r"(.*_)?(head_dim|d_head|d_kv|dim_head|kv_channels|headdim)|attention_head_size", 8),
     (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
-    (r".*(heads?|n_head|heads_per_layer)", 4),
+    (r".*(heads?|n_head|heads_per_layer)", HEADS),
     (r"rotary_dim", 4),
     (r"(.*_)?lora_rank|hidden_size_per_layer_input|laurel_rank|gated_norm_rank|d_rel", 16),
     (r"adapter_rank|hc_lowrank", 16),
@@ -52,6 +56,7 @@ SHRINK: list[tuple[str, int]] = [
     (r"(num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts)", 2),
     (r"n_group|topk_group|num_expert_group", 1),
     (r"first_k_dense_replace|num_dense_layers", 1),
+    (r"encoder_hash_byte_group_vocab", 67),
     (r"index_topk", 8),
     (r"index_topk_blocks", 2),
     (r"(conv|linear_conv|short_conv)_kernel(_dim|_size)?", 4),
@@ -91,6 +96,7 @@ class Family(NamedTuple):
     hints: dict[str, Any]
 
 
+@functools.cache
 def families() -> dict[str, Family]:
     """List all families by name, their variants included."""
     found: dict[str, Family] = {}
@@ -105,13 +111,65 @@ def families() -> dict[str, Family]:
         *modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.items(),
     ):
         if model not in {family.model for family in found.values()}:
-            name = f"{kind}:encoded" if f"{kind}:encoded" not in found else f"{kind}:speech"
-            add(name, kind, model)
+            name = f"{kind}:encoded"
+            add(f"{name}:speech" if name in found else name, kind, model)
     for name, (of, hints) in VARIANTS.items():
         if of in found:
             add(name, found[of].config, found[of].model, **{**found[of].hints, **hints})
     return found
 
+
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+
+WINDOWED = ["sliding_attention", "full_attention"]
+LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+
+#: What the rules cannot see.
+HINTS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1, "layer_types": WINDOWED, "max_window_layers": 0,
+    },
+    "dots3_note_text": {"sliding_window": 6, **{f"swa_{k}": v for k, v in LATENT.items()}},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {"global_head_dim": 8},
+    "gemma4_unified_text": {"global_head_dim": 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"rope_parameters": ROPE, "head_dim": 8},
+    "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": 8},
+    "hrm_text": {"num_layers_per_stack": 1},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"rope_parameters": ROPE, "head_dim": 8},
+    "nemotron": {
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "num_key_value_heads": 2,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2, "eos_token_id": 2, "ngram_vocab_size_base": 67, "ple_layer_ids": [1],
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
 
 #: Beside the families themselves: configurations that change what a cache or a position is.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -141,13 +199,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "laguna:window": ("laguna", {"layer_types": WINDOWED}),
+    "mellum:window": ("mellum", {"layer_types": WINDOWED}),
+    "mixtral:window": ("mixtral", {"sliding_window": 6}),
+    "phi3:window": ("phi3", {"sliding_window": 6}),
+    "starcoder2:window": ("starcoder2", {"sliding_window": 6}),
     "opt:projected": ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
 }  # fmt: skip
-
-#: What the rules cannot see.
-HINTS: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-}
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -157,7 +215,7 @@ def shrunk(given: Any, hints: dict[str, Any]) -> Any:
     """Build a small configuration of the class of ``given``, which has that class's defaults."""
     kind = type(given)
     fields = {f.name: f for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
-    values = {name: getattr(given, name, None) for name in fields} or dict(given.to_dict())
+    values = {name: _value(given, fields[name]) for name in fields} or dict(given.to_dict())
     subordinate = set(getattr(given, "sub_configs", {}))
     picked = _picked_layers(values)
     chosen: dict[str, Any] = {}
@@ -172,8 +230,8 @@ def shrunk(given: Any, hints: dict[str, Any]) -> Any:
             chosen[name] = [_small(name, value[i]) for i in picked]
         elif isinstance(value, int) and not isinstance(value, bool) and not derived:
             small = _small(name, value)
-            if small == 2 and value == values.get("num_attention_heads"):
-                small = 4  # every head has keys of its own
+            if re.fullmatch(KEY_HEADS, name) and value == values.get("num_attention_heads"):
+                small = HEADS  # every head has keys of its own
             if picked and LAYERS.fullmatch(name) and value == _layers(values):
                 small = len(picked)
             if small != value:
@@ -181,10 +239,15 @@ def shrunk(given: Any, hints: dict[str, Any]) -> Any:
     if "is_decoder" in values and not getattr(given, "is_encoder_decoder", False):
         chosen["is_decoder"] = True
     chosen.update({name: value for name, value in hints.items() if name not in subordinate})
-    return kind(**{name: value for name, value in chosen.items() if value is not _LEFT_OUT})
+    return kind(**chosen)
 
 
-_LEFT_OUT = object()
+def _value(config: Any, field: Any) -> Any:
+    """Return a field's value; where layers differ in it, the class's own default."""
+    try:
+        return getattr(config, field.name, None)
+    except Exception:  # transformers has an error of its own here
+        return field.default
 
 
 def _small(name: str, value: Any) -> Any:
@@ -249,11 +312,10 @@ def build(family: Family, seed: int = 0) -> nn.Module:
 
 
 def _config(kind: Any, model_class: Any, family: Family) -> Any:
-    config = shrunk(kind(), family.hints)
     wanted = getattr(model_class, "config_class", None)
-    if wanted is not None and not isinstance(config, wanted):  # the text part of a larger one
-        config = config.get_text_config()
-    return config
+    if wanted is not None and not issubclass(kind, wanted):  # the text part of a larger one
+        kind = wanted
+    return shrunk(kind(), family.hints)
 
 
 #: Families that are composed of others.
@@ -265,15 +327,18 @@ def randomize(model: nn.Module, spread: float) -> None:
     """Make all weights matter: matrices that were drawn too small are drawn again, heads untied."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    tied = getattr(head, "weight", None) is getattr(embedding, "weight", ())
     if tied:
         head.weight = nn.Parameter(torch.randn_like(head.weight) * spread)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dim() > 1 and "A_log" not in name:
-            if not parameter.isfinite().all() or parameter.std() < 0.9 * spread:
-                parameter.normal_(0, spread)
-        elif parameter.is_floating_point() and not parameter.isfinite().all():
+        if not parameter.is_floating_point():
+            continue
+        if not parameter.isfinite().all():  # never initialized
             parameter.normal_(0, spread)
+        elif parameter.dim() > 1 and "A_log" not in name and parameter.std() < 0.9 * spread:
+            parameter.normal_(0, spread)
+        elif parameter.dim() <= 1:  # norms at one and gates at zero would hide what they do
+            parameter += 0.1 * torch.randn_like(parameter)
 
 
 @torch.no_grad()
