@@ -56,6 +56,11 @@ class Prompts(NamedTuple):
     gaps: list[list[float]]  # between the two largest logits, relative to the largest
     inputs: dict[str, Tensor]  # what an encoder reads; empty where there is none
 
+    @property
+    def new(self) -> int:
+        """How many tokens each row must get."""
+        return len(self.expected[0])
+
 
 class Case(NamedTuple):
     """A family's target, ever less exact copies of it, and the batches."""
@@ -98,14 +103,14 @@ def forward(model: Any, text: list[int], inputs: dict[str, Tensor]) -> Tensor:
 
 
 def continuation(
-    model: Any, text: list[int], inputs: dict[str, Tensor]
+    model: Any, text: list[int], inputs: dict[str, Tensor], new: int
 ) -> tuple[list[int], list[float]]:
     """Return the greedy new tokens of one row, and how clear each was."""
     if inputs:
         inputs = _read_once(model, inputs)
     found: list[int] = []
     gaps: list[float] = []
-    for _ in range(NEW):
+    for _ in range(new):
         row = forward(model, text + found, inputs)[-1].double()
         top = row.topk(2)
         found.append(int(top.indices[0]))
@@ -125,14 +130,14 @@ def _read_once(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
 # --- a case ---------------------------------------------------------------------------------------
 
 
-def case_of(family: tiny.Family) -> Case:
-    """Build the models of a family and its prompts, with what they must become.
+def case_of(family: tiny.Family, new: int = NEW) -> Case:
+    """Build the models of a family and its prompts, with the ``new`` tokens that must come.
 
     Some random models repeat a token for ever; of a few, the one with most to say is taken.
     """
     best = None
     for seed in range(SEEDS):
-        found = _case_of(family, seed)
+        found = _case_of(family, seed, new)
         if best is None or variety(found[1]) > variety(best[1]):
             best = found
         if variety(best[1]) >= VARIED:
@@ -148,7 +153,7 @@ def variety(batches: dict[str, Prompts]) -> int:
 
 
 def _case_of(
-    family: tiny.Family, seed: int
+    family: tiny.Family, seed: int, new: int
 ) -> tuple[nn.Module, dict[str, Prompts], torch.dtype]:
     target = tiny.build(family, seed)
     encoder = bool(target.config.is_encoder_decoder)
@@ -166,7 +171,7 @@ def _case_of(
     for name in BATCHES:
         rows = [_cast(inputs, dtype) for inputs in read[name]]
         known = [
-            continuation(target, text, own)
+            continuation(target, text, own, new)
             for text, own in zip(texts[name], rows, strict=False)
         ]
         batches[name] = Prompts(
@@ -305,7 +310,7 @@ def _loop(drafter: Callable[[list[Any], Case, Prompts], Any], **options: Any) ->
             models = [encoded(model, **prompts.inputs) for model in models]
         draft = drafter(models, case, prompts)
         found, statistics = specdec_ext.generate(
-            models[0], draft, ids, attention_mask=mask, max_new_tokens=NEW,
+            models[0], draft, ids, attention_mask=mask, max_new_tokens=prompts.new,
             eos_token_id=(), pad_token_id=tiny.PAD, **options,
         )  # fmt: skip
         return found[:, ids.shape[1] :], statistics
@@ -343,7 +348,7 @@ def _their_assisted(case: Case, prompts: Prompts) -> Tensor:
 def _their_generate(case: Case, prompts: Prompts, **options: Any) -> Tensor:
     """Run transformers' generate (not Whisper's own around it); return the new tokens."""
     ids, mask = _batched(prompts)
-    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW} | options
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": prompts.new} | options
     if case.encoder:
         names = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
         given |= prompts.inputs | {k: v for k, v in names.items() if v is not None}
@@ -467,27 +472,27 @@ def _theirs(name: str, case: Case) -> list[list[int]] | None:
     cache = "static" if name.startswith("generate_fn static") else None
     rows = []
     for b, text in enumerate(prompts.texts):
-        alone = Prompts([text], [], [], _row(prompts.inputs, b))
+        alone = Prompts([text], prompts.expected[b : b + 1], [], _row(prompts.inputs, b))
         try:
             if name.startswith("assisted"):
                 rows.append(_their_assisted(case, alone)[0].tolist())
             elif name.startswith("generate_fn"):
                 rows.append(_their_generate(case, alone, cache_implementation=cache)[0].tolist())
             else:
-                rows.append(cached_continuation(case.models[0], text, alone.inputs))
+                rows.append(cached_continuation(case.models[0], alone))
         except Exception:  # theirs
             return None
     return rows
 
 
 @torch.inference_mode()
-def cached_continuation(model: Any, text: list[int], inputs: dict[str, Tensor]) -> list[int]:
+def cached_continuation(model: Any, prompts: Prompts) -> list[int]:
     """Return the greedy new tokens of one row by transformers' own cache."""
-    given: dict[str, Any] = _read_once(model, inputs) if inputs else {}
-    name = "decoder_input_ids" if inputs else "input_ids"
+    given: dict[str, Any] = _read_once(model, prompts.inputs) if prompts.inputs else {}
+    name = "decoder_input_ids" if prompts.inputs else "input_ids"
     found: list[int] = []
-    feed, cache = text, None
-    while len(found) < NEW:
+    feed, cache = prompts.texts[0], None
+    while len(found) < prompts.new:
         out = model(**given, **{name: torch.tensor([feed])}, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         found.append(int(out.logits[0, -1].argmax()))
