@@ -62,6 +62,8 @@ SHRINK: list[tuple[str, int]] = [
     (r"(conv|linear_conv|short_conv)_kernel(_dim|_size)?", 4),
     (r"(.*_)?(num_layers|num_hidden_layers|n_layers?|num_blocks)", 2),
     (r"(en|de)coder_layers|num_(en|de)coder_layers|conf_num_hidden_layers|depth", 2),
+    (r"hidden_dim", 32),
+    (r"num_filters", 4),
     (r"image_size", 28),
     (r"num_mel_bins|feature_size|input_feat_per_channel|input_feat_size", 8),
 ]  # fmt: skip
@@ -71,7 +73,7 @@ MOST_LAYERS = 4
 #: Token ids and habits that every family gets, where its configuration has them.
 COMMON: dict[str, Any] = {
     "bos_token_id": START,
-    "eos_token_id": None,
+    "eos_token_id": 2,  # (some must have one; generation is told of none)
     "pad_token_id": PAD,
     "sep_token_id": 2,
     "decoder_start_token_id": START,
@@ -121,6 +123,7 @@ def families() -> dict[str, Family]:
 
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
+TWO_MODELS = {"encoder": {"is_decoder": False}, "decoder": {"add_cross_attention": True}}
 WINDOWED = ["sliding_attention", "full_attention"]
 LATENT = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
@@ -138,6 +141,7 @@ HINTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "layer_types": WINDOWED, "max_window_layers": 0,
     },
     "dots3_note_text": {"sliding_window": 6, **{f"swa_{k}": v for k, v in LATENT.items()}},
+    "encoder-decoder:encoded": TWO_MODELS,
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48,
@@ -164,10 +168,11 @@ HINTS: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
-        "indexer_compress_ratio": 2, "eos_token_id": 2, "ngram_vocab_size_base": 67, "ple_layer_ids": [1],
+        "indexer_compress_ratio": 2, "ngram_vocab_size_base": 67, "ple_layer_ids": [1],
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds": False},
+    "speech-encoder-decoder:encoded": TWO_MODELS,
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 
@@ -298,8 +303,7 @@ def build(family: Family, seed: int = 0) -> nn.Module:
             warnings.simplefilter("ignore")
             model_class = getattr(transformers, family.model)
             kind = CONFIG_MAPPING[family.config]
-            make = MAKERS.get(family.name)
-            model = make(family) if make else model_class(_config(kind, model_class, family))
+            model = model_class(_config(kind, model_class, family))
     except Exception as error:  # whatever the family raises, it is not this library's doing
         raise NotBuilt(f"{type(error).__name__}: {str(error)[:200]}") from error
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
@@ -316,10 +320,6 @@ def _config(kind: Any, model_class: Any, family: Family) -> Any:
     if wanted is not None and not issubclass(kind, wanted):  # the text part of a larger one
         kind = wanted
     return shrunk(kind(), family.hints)
-
-
-#: Families that are composed of others.
-MAKERS: dict[str, Callable[[Family], nn.Module]] = {}
 
 
 @torch.no_grad()
@@ -378,8 +378,8 @@ def padded(texts: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
 def sounds(target: Any, family: Family, seed: int) -> list[dict[str, Tensor]]:
     """Return three rows of what an encoder of audio reads, all of one length."""
     generator = torch.Generator().manual_seed(seed)
-    shape = SOUNDS.get(family.name, _spectrum)(target.config)
-    name = target.main_input_name
+    shape = SOUNDS.get(family.config, _spectrum)(target.config)
+    name = target.get_encoder().main_input_name
     return [
         {name: torch.randn((1, *shape), generator=generator, dtype=torch.float64)}
         for _ in range(3)
@@ -391,5 +391,14 @@ def _spectrum(config: Any) -> tuple[int, ...]:
     return config.num_mel_bins, 2 * config.max_source_positions
 
 
-#: Shape of one row for encoders that read something else.
-SOUNDS: dict[str, Callable[[Any], tuple[int, ...]]] = {}
+#: Shape of one row for encoders that read something else: frames of features, or samples.
+SOUNDS: dict[str, Callable[[Any], tuple[int, ...]]] = {
+    "canary": lambda config: (40, config.encoder_config.num_mel_bins),
+    "cohere_asr": lambda config: (40, config.encoder_config.num_mel_bins),
+    "moonshine": lambda config: (2000,),
+    "seamless_m4t": lambda config: (24, config.feature_projection_input_dim),
+    "seamless_m4t_v2": lambda config: (24, config.feature_projection_input_dim),
+    "speech-encoder-decoder": lambda config: (4000,),
+    "speech_to_text": lambda config: (24, config.input_feat_per_channel),
+    "speecht5": lambda config: (4000,),
+}

@@ -223,7 +223,7 @@ def tiny_inputs(
     target: Any, family: tiny.Family, seed: int
 ) -> dict[str, list[dict[str, Tensor]]]:
     """Return what the encoder reads, one mapping a row, for each batch."""
-    if target.main_input_name == "input_ids":
+    if getattr(target.get_encoder(), "main_input_name", "input_ids") == "input_ids":
         def rows(lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
             texts = tiny.words(lengths, seed + 2)
             return [
@@ -503,11 +503,12 @@ def cached_continuation(model: Any, prompts: Prompts) -> list[int]:
 def _judge_error(name: str, case: Case, error: Exception) -> Cell:
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     where = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in where if "specdec_ext" in frame.filename]
+    hosted = name.startswith(("generate_fn", "assisted"))
+    if hosted and where[-1] not in ours and _theirs(name, case) is None:
+        return Cell(name, ABSENT, f"transformers: {said}")
     if is_refusal(error, where[-1], case.models[0]):
         return Cell(name, REFUSED, said)
-    if name.startswith(("generate_fn", "assisted")) and _theirs(name, case) is None:
-        return Cell(name, ABSENT, f"transformers: {said}")
-    ours = [frame for frame in where if "specdec_ext" in frame.filename]
     last = f" (below {ours[-1].name}, line {ours[-1].lineno})" if ours else ""
     return Cell(name, CRASH, said + last)
 
