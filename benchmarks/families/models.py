@@ -59,7 +59,6 @@ SHRINK: list[tuple[str, int]] = [
     (r"encoder_hash_byte_group_vocab", 67),
     (r"index_topk", 8),
     (r"index_topk_blocks", 2),
-    (r"(conv|linear_conv|short_conv)_kernel(_dim|_size)?", 4),
     (r"(.*_)?(num_layers|num_hidden_layers|n_layers?|num_blocks)", 2),
     (r"(en|de)coder_layers|num_(en|de)coder_layers|conf_num_hidden_layers|depth", 2),
     (r"hidden_dim", 32),
@@ -393,8 +392,8 @@ def _spectrum(config: Any) -> tuple[int, ...]:
 
 #: Shape of one row for encoders that read something else: frames of features, or samples.
 SOUNDS: dict[str, Callable[[Any], tuple[int, ...]]] = {
-    "canary": lambda config: (40, config.encoder_config.num_mel_bins),
-    "cohere_asr": lambda config: (40, config.encoder_config.num_mel_bins),
+    "canary": lambda config: (64, config.encoder_config.num_mel_bins),
+    "cohere_asr": lambda config: (64, config.encoder_config.num_mel_bins),
     "moonshine": lambda config: (2000,),
     "seamless_m4t": lambda config: (24, config.feature_projection_input_dim),
     "seamless_m4t_v2": lambda config: (24, config.feature_projection_input_dim),
