@@ -247,14 +247,15 @@ def test_a_stack_that_takes_tokens_back_drafts_as_one_started_again(name):
     _, small = tables(5, seed=3)
     _, tiny = tables(5, seed=4)
     results = []
-    for wrap in (lambda stack: stack, Restarted):
+    for wrap in (Restarted, lambda stack: stack, Restarted):
         fed = len(small.fed)
         (sequences, statistics), drafter = run_stack(
             wrap(STACKS[name](small, tiny, 5)), target, medium, temperature=1.0, seeds=3
         )
         tokens = sum(length for _, length in small.fed[fed:])
         results.append((sequences, statistics.histogram, drafter.calls_by_level[0], tokens))
-    (*rolled_back, tokens), (*restarted, tokens_again) = results
+    # The first run also asks the models how their rows may lie: it is not counted.
+    (*rolled_back, tokens), (*restarted, tokens_again) = results[1:]
     assert torch.equal(rolled_back[0], restarted[0]) and rolled_back[1:] == restarted[1:]
     assert 0.1 < statistics.acceptance_rate < 0.9
     assert tokens < 0.6 * tokens_again or name == "stack in a stack"  # which never asks the model
@@ -282,10 +283,12 @@ def test_a_model_in_a_stack_is_filled_once():
     stack = StackedDrafter(LookupDrafter(min_match=3), small)
     drafter = HierarchicalDrafter(medium, stack, 3)
     ids = torch.randint(0, 5, (1, 60), generator=torch.Generator().manual_seed(0))
-    _, statistics = specdec_ext.generate(
-        target, drafter, ids, max_new_tokens=100, gamma=5, temperature=1.0, seeds=1,
-        eos_token_id=(),
-    )  # fmt: skip
+    for _ in range(2):  # the first time the models are also asked how their rows may lie
+        small.fed.clear()
+        _, statistics = specdec_ext.generate(
+            target, drafter, ids, max_new_tokens=100, gamma=5, temperature=1.0, seeds=1,
+            eos_token_id=(),
+        )  # fmt: skip
     lengths = [length for _, length in small.fed]
     assert statistics.rounds > 20 and stack.calls > 40
     assert lengths[0] == 59 and max(lengths[1:]) < 12
