@@ -409,7 +409,7 @@ def bench(report: Report, limit: float) -> Step:
     options = report.options
     with tempfile.TemporaryDirectory() as place:
         command = python("benchmarks/bench_gpu.py", "--device", str(options.device))
-        command += ["--out", place, "--budget-s", f"{max(limit - 40, 1):.0f}"]
+        command += ["--out", place, "--budget-s", f"{max(limit - 60, 1):.0f}"]
         step, _ = run(report, "bench", [*command, *shlex.split(options.bench)], limit)
         path = Path(place) / "gpu-bench.json"
         if path.exists():
