@@ -338,6 +338,11 @@ def randomize(model: nn.Module, spread: float) -> None:
             parameter.normal_(0, spread)
         elif parameter.dim() <= 1:  # norms at one and gates at zero would hide what they do
             parameter += 0.1 * torch.randn_like(parameter)
+    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+    if weight is not None and len(weight) == VOCABULARY:
+        weight[PAD] = 0  # a text that holds the padding id means nothing to models that look for it
+        if bias is not None:
+            bias[PAD] = -10
 
 
 @torch.no_grad()

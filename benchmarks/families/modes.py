@@ -146,8 +146,9 @@ def case_of(family: tiny.Family, new: int = NEW) -> Case:
 
 
 def variety(batches: dict[str, Prompts]) -> int:
-    """Count the different tokens of all expected texts."""
-    return len({token for batch in batches.values() for row in batch.expected for token in row})
+    """Count the different tokens of all expected texts; none are worth a text that holds padding."""
+    tokens = {token for batch in batches.values() for row in batch.expected for token in row}
+    return 0 if tiny.PAD in tokens else len(tokens)
 
 
 def _case_of(
