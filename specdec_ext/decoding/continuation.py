@@ -1,0 +1,403 @@
+"""How a model with recurrent state may be called from a state: found out by trying.
+
+Not every model continues as it would have read on. Some take several tokens after a state as if
+they were the first (Mamba, FalconMamba, Jamba, Zamba: their scan begins at zero; RecurrentGemma),
+some compute something else for a single one (Nemotron-H, Zamba2: no lower limit on time steps).
+`caller` tries a model on a short random text, against its own forward pass without a cache, and
+remembers what it found for each class and configuration.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from inspect import unwrap
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from specdec_ext.decoding.drafters.early_exit import _shallow_copy
+from specdec_ext.decoding.probe import _remembered, _texts, _Unsettled
+from specdec_ext.decoding.states import Caller, State, state_argument
+
+__all__ = ["Continuation", "caller", "continuation"]
+
+PROBE = 12  # tokens of the text that a model is tried on
+FORGOTTEN = 5  # of its first tokens a faulty continuation might know nothing
+#: What models raise where they are called in a way they were not made for.
+FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+WAYS = ("whole", "scan", "stepwise", "single")
+
+
+class Continuation(NamedTuple):
+    """How a model continues from a state as it would have read on.
+
+    Attributes
+    ----------
+    way : str
+        "whole": a call runs any number of tokens. "scan": so it does once the selective scans
+        begin at the state. "stepwise": once the modules that keep the state are called for one
+        token at a time, within a call. "single": only calls on one token are right.
+    fewest : int
+        Fewest tokens that a call may run.
+    shares : bool
+        Whether a state may hold several rows.
+    makes_own : bool
+        As in `Caller`.
+    holders : tuple of (str, list of str)
+        Names of the modules that keep state themselves, and of their attributes that hold it.
+    """
+
+    way: str
+    fewest: int
+    shares: bool
+    makes_own: bool
+    holders: tuple[tuple[str, list[str]], ...]
+
+
+def caller(model: Any, found: Continuation) -> Caller:
+    """Return what calls a model in the way that was found.
+
+    A model that is right as it is will be called itself; else a copy that shares its weights.
+    """
+    copies: dict[str, nn.Module] = {}
+    paths = [path for path, _ in found.holders]
+    mixers = _mixers(model, paths) if found.way in ("scan", "stepwise") else []
+    if paths or mixers:
+        model, copies = _with_copies(model, [*paths, *mixers])
+    called = Caller(
+        model,
+        [(copies[path], names) for path, names in found.holders],
+        makes_own=found.makes_own,
+        step=1 if found.way == "single" else None,
+    )
+    for path in mixers:
+        change = _scanning if found.way == "scan" else _stepping
+        vars(copies[path])["forward"] = change(copies[path], called)
+    return called
+
+
+# --- trying ---------------------------------------------------------------------------------------
+
+
+def continuation(model: Any, device: torch.device) -> Continuation:
+    """Find out how a model may be called from a state, or remember it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model that keeps a state. It is called, but copies take the states in.
+    device : torch.device
+        Where its inputs are.
+
+    Raises
+    ------
+    ValueError
+        In no way does it continue as its forward pass without a cache reads on.
+    """
+    size = sum(1 for _ in model.modules())  # fewer in a model's first layers
+    question = ("continuation", size, model.training)
+    found: Continuation = _remembered(model, question, lambda: _Trial(model, device).result())
+    return found
+
+
+class _Trial:
+    """A model's own forward pass on a random text, against which its continuations are held."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model = model
+        paths = [path for path, _ in model.named_modules() if path]
+        try:  # states that modules keep go to copies: the model may be at work elsewhere
+            self.view, self.copies = _with_copies(model, paths)
+        except TypeError:  # wrapped modules cannot be copied; they keep no state, or it fails
+            self.view, self.copies = model, {}
+        self.texts = torch.cat(_texts(model, PROBE, device))
+        self.expected = self._uncached(self.texts[:1])
+        forgetful = self._uncached(self.texts[:1, FORGOTTEN:])
+        dtype = next((p.dtype for p in model.parameters()), torch.float32)
+        eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        scale = _size(self.expected)
+        influence = _size(forgetful - self.expected[:, FORGOTTEN:])
+        # A quarter of what a forgotten state does is the most that may pass for rounding.
+        self.tolerance = max(min(1000 * eps * scale, influence / 4), 4 * eps * scale)
+        self.certain = influence > 4 * self.tolerance
+
+    def _uncached(self, texts: Tensor) -> Tensor:
+        logits: Tensor = self.view(input_ids=texts, use_cache=False).logits
+        return logits.double()
+
+    def result(self) -> Continuation:
+        """Return how the model continues; unsettled where a wrong way would not have shown."""
+        makes_own, holders = self._where_state_is()
+        for way, fewest in (("whole", 1), ("whole", 2), ("scan", 1), ("stepwise", 1), ("single", 1)):
+            found = Continuation(way, fewest, False, makes_own, holders)
+            if self._is_right(found):
+                found = found._replace(shares=self._shares(found))
+                if not self.certain:
+                    raise _Unsettled(found)
+                return found
+        raise ValueError(
+            f"generate: {type(self.model).__name__} keeps a state, and its answers from that state "
+            "are not those of its forward pass on the whole text; it can be neither rolled back "
+            "nor decoded"
+        )
+
+    def _where_state_is(self) -> tuple[bool, tuple[tuple[str, list[str]], ...]]:
+        """Tell whether the model makes its state itself, and which modules keep some."""
+        before = {path: _tensors(module) for path, module in self.copies.items()}
+        try:
+            output = self.view(input_ids=self.texts[:1, :2], use_cache=True)
+        except FAILURES as error:
+            raise ValueError(
+                f"generate: {type(self.model).__name__} keeps a state, and calling it with one "
+                f"fails: {error}"
+            ) from error
+        holders = []
+        for path, module in self.copies.items():
+            now = _tensors(module)
+            changed = [name for name in now if now[name] is not before[path].get(name)]
+            if changed:
+                holders.append((path, changed))
+        name = state_argument(self.model)
+        returned = getattr(output, name or "", None)
+        return not (returned is None or type(returned) is DynamicCache), tuple(holders)
+
+    def _is_right(self, found: Continuation) -> bool:
+        """Hold a way of continuing against the forward pass, from states as rounds meet them."""
+        try:
+            called = caller(self.model, found)
+            state = called.begin()
+            pieces = self._pieces(called, state, [1, *[1] * 7] if found.fewest == 1 else [2, 2, 3])
+            state = called.begin()
+            pieces += self._pieces(called, state, [FORGOTTEN])
+            saved = state.save()
+            for lengths in ([2, 5], [7]):
+                state.load(saved)
+                pieces += self._pieces(called, state, lengths)
+        except FAILURES:
+            return False
+        return all(self._matches(logits, start) for start, logits in pieces)
+
+    def _pieces(self, called: Caller, state: State, lengths: Sequence[int]) -> list[Any]:
+        """Run pieces of the text; return where each begins and its logits."""
+        pieces = []
+        for length in lengths:
+            start = state.seen
+            tokens = self.texts[:1, start : start + length]
+            pieces.append((start, called.run(state, tokens, length)))
+        return pieces
+
+    def _matches(self, logits: Tensor, start: int, expected: Tensor | None = None) -> bool:
+        expected = self.expected if expected is None else expected
+        there = expected[:, start : start + logits.shape[1]]
+        return _size(logits.double() - there) <= self.tolerance
+
+    def _shares(self, found: Continuation) -> bool:
+        """Tell whether rows are right together, and after some of them have left."""
+        order = torch.tensor([1, 0], device=self.texts.device)
+        expected = torch.cat([self._uncached(text[None]) for text in self.texts])[order]
+        try:
+            called = caller(self.model, found)
+            state = called.begin()
+            called.run(state, self.texts[:, :FORGOTTEN], 1)
+            saved = state.save().select(order, 2)
+            state = state.select(order, 2)
+            state.load(saved)
+            texts = self.texts[order, FORGOTTEN:]
+            parts = texts.split([found.fewest, found.fewest, texts.shape[1] - 2 * found.fewest], 1)
+            logits = torch.cat([called.run(state, part, part.shape[1]) for part in parts], 1)
+        except FAILURES:
+            return False
+        return self._matches(logits, FORGOTTEN, expected)
+
+
+def _size(logits: Tensor) -> float:
+    """Return the root mean square of what is finite."""
+    finite = logits[logits.isfinite()]
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors among a module's plain attributes."""
+    return {name: held for name, held in vars(module).items() if isinstance(held, Tensor)}
+
+
+# --- copies that share weights --------------------------------------------------------------------
+
+
+def _with_copies(model: Any, paths: Sequence[str]) -> tuple[Any, dict[str, nn.Module]]:
+    """Copy a model and these of its modules, which share their weights with the originals.
+
+    A module that stands in several places does so in the copy.
+    """
+    copied: dict[int, nn.Module] = {}
+
+    def of(module: nn.Module) -> nn.Module:
+        if id(module) not in copied:
+            copied[id(module)] = _shallow_copy(module)
+        return copied[id(module)]
+
+    view = of(model)
+    found: dict[str, nn.Module] = {}
+    for path in paths:
+        holder, original = view, model
+        for name in path.split("."):
+            original = original._modules[name]
+            holder._modules[name] = of(original)
+            holder = holder._modules[name]
+        found[path] = holder
+    return view, found
+
+
+def _mixers(model: Any, holders: Sequence[str]) -> list[str]:
+    """Name the modules that read and write a state: the innermost ones that are handed it.
+
+    Modules that keep state themselves come in whole: the outermost of each.
+    """
+    if holders:
+        return [p for p in holders if not any(p.startswith(f"{other}.") for other in holders)]
+    paths = [
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "layer_idx") and _takes_cache(module)
+    ]
+    return [p for p in paths if not any(other.startswith(f"{p}.") for other in paths)]
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    names = unwrap(type(module).forward).__code__.co_varnames
+    return "cache_params" in names or "past_key_values" in names
+
+
+def _cache_among(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return next((held for held in (*args, *kwargs.values()) if isinstance(held, Cache)), None)
+
+
+def _stepping(mixer: nn.Module, called: Caller) -> Callable[..., Any]:
+    """Return a forward that runs a mixer for one token at a time, where it begins from a state."""
+    forward = mixer.forward
+
+    def step_by_step(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        length = hidden.shape[1]
+        if length == 1 or not called.continuing:
+            return forward(hidden, *args, **kwargs)
+
+        def at(held: Any, i: int) -> Any:
+            along = isinstance(held, Tensor) and held.dim() > 1 and held.shape[1] == length
+            return held[:, i : i + 1] if along else held
+
+        outputs = [
+            forward(
+                hidden[:, i : i + 1],
+                *(at(held, i) for held in args),
+                **{name: at(held, i) for name, held in kwargs.items()},
+            )
+            for i in range(length)
+        ]
+        if isinstance(outputs[0], Tensor):
+            return torch.cat(outputs, 1)
+        first = torch.cat([output[0] for output in outputs], 1)
+        return (first, *outputs[-1][1:])
+
+    return step_by_step
+
+
+# --- selective scans ------------------------------------------------------------------------------
+
+
+def _scanning(mixer: nn.Module, called: Caller) -> Callable[..., Any]:
+    """Return a forward whose selective scans begin at the cached state, not at zero.
+
+    The function that the mixer calls by the name ``mamba_selective_scan`` (in Python, or a kernel)
+    is called as before; what the state before it adds to its output is added (`scan_from`).
+    """
+    function = unwrap(type(mixer).forward)
+    name = "mamba_selective_scan"
+    if name not in function.__code__.co_names or hasattr(mixer, "_hf_hook"):
+        return mixer.forward  # attention, in a hybrid
+    scan = function.__globals__[name]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = _cache_among(args, kwargs)
+        before: Tensor | None = None
+        if called.continuing and cache is not None:
+            before = cache.layers[mixer.layer_idx].recurrent_states[0]
+        if before is None:
+            return mixer.__class__.forward(mixer, *args, **kwargs)
+        # Zamba's heads are scanned one after another.
+        states = iter(before.unbind(1) if before.dim() == 4 else [before])
+        begun = {**function.__globals__, name: lambda *a, **k: scan_from(next(states), scan, *a, **k)}
+        bound = types.FunctionType(
+            function.__code__, begun, function.__name__, function.__defaults__, function.__closure__
+        )
+        bound.__kwdefaults__ = copy.copy(function.__kwdefaults__)
+        return bound(mixer, *args, **kwargs)
+
+    return forward
+
+
+def scan_from(
+    before: Tensor,
+    scan: Callable[..., Any],
+    inputs: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    into: Tensor,
+    out_of: Tensor,
+    *args: Any,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Run a selective scan that begins at a state, by one that begins at zero.
+
+    The recurrence ``h_t = exp(A dt_t) h_(t-1) + dt_t B_t u_t``, ``y_t = C_t h_t`` is linear: the
+    state before it adds ``C_t exp(A (dt_1 + ... + dt_t)) h_0``. (Gu and Dao, arXiv 2312.00752.)
+
+    Parameters
+    ----------
+    before : Tensor
+        ``[B, D, N]``, h_0.
+    scan : callable
+        The scan that begins at zero; all that follows are its arguments.
+    inputs, steps : Tensor
+        ``[B, D, L]``, u, and dt before ``delta_bias`` and softplus.
+    rates : Tensor
+        ``[D, N]``, A.
+    into, out_of : Tensor
+        ``[B, N, L]``, B and C.
+    z : Tensor, optional
+        ``[B, D, L]``, the gate.
+    delta_bias : Tensor, optional
+        ``[D]``.
+    delta_softplus, return_last_state : bool
+        As in the scan.
+
+    Returns
+    -------
+    Tensor or (Tensor, Tensor)
+        ``[B, D, L]``, and with ``return_last_state`` the state ``[B, D, N]``.
+    """
+    found, last = scan(
+        inputs, steps, rates, into, out_of, *args, z=None, delta_bias=delta_bias,
+        delta_softplus=delta_softplus, return_last_state=True, **kwargs,
+    )  # fmt: skip
+    if delta_bias is not None:
+        steps = steps + delta_bias.to(steps.dtype)[..., None]
+    if delta_softplus:
+        steps = F.softplus(steps)
+    wide = torch.promote_types(steps.dtype, torch.float32)
+    passed = steps.to(wide).cumsum(-1)[..., None] * rates.to(wide)[:, None]  # [B, D, L, N]
+    carried = passed.exp() * before.to(wide)[:, :, None]
+    found = found + torch.einsum("bdln,bnl->bdl", carried, out_of.to(wide)).to(found.dtype)
+    if z is not None:
+        found = found * F.silu(z)
+    if not return_last_state:
+        return found
+    return found, last + carried[:, :, -1].to(last.dtype)
