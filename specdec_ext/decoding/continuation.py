@@ -30,7 +30,8 @@ PROBE = 12  # tokens of the text that a model is tried on
 FORGOTTEN = 5  # of its first tokens a faulty continuation might know nothing
 #: What models raise where they are called in a way they were not made for.
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
-WAYS = ("whole", "scan", "stepwise", "single")
+#: How, and on how many tokens at least, in the order in which they are tried.
+WAYS = (("whole", 1), ("whole", 2), ("scan", 1), ("stepwise", 1), ("single", 1))
 
 
 class Continuation(NamedTuple):
@@ -133,7 +134,7 @@ class _Trial:
     def result(self) -> Continuation:
         """Return how the model continues; unsettled where a wrong way would not have shown."""
         makes_own, holders = self._where_state_is()
-        for way, fewest in (("whole", 1), ("whole", 2), ("scan", 1), ("stepwise", 1), ("single", 1)):
+        for way, fewest in WAYS:
             found = Continuation(way, fewest, False, makes_own, holders)
             if self._is_right(found):
                 found = found._replace(shares=self._shares(found))
@@ -247,8 +248,8 @@ def _with_copies(model: Any, paths: Sequence[str]) -> tuple[Any, dict[str, nn.Mo
         holder, original = view, model
         for name in path.split("."):
             original = original._modules[name]
-            holder._modules[name] = of(original)
-            holder = holder._modules[name]
+            holder._modules[name] = inner = of(original)
+            holder = inner
         found[path] = holder
     return view, found
 
@@ -330,9 +331,16 @@ def _scanning(mixer: nn.Module, called: Caller) -> Callable[..., Any]:
             return mixer.__class__.forward(mixer, *args, **kwargs)
         # Zamba's heads are scanned one after another.
         states = iter(before.unbind(1) if before.dim() == 4 else [before])
-        begun = {**function.__globals__, name: lambda *a, **k: scan_from(next(states), scan, *a, **k)}
+
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            return scan_from(next(states), scan, *args, **kwargs)
+
         bound = types.FunctionType(
-            function.__code__, begun, function.__name__, function.__defaults__, function.__closure__
+            function.__code__,
+            {**function.__globals__, name: begun},
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
         )
         bound.__kwdefaults__ = copy.copy(function.__kwdefaults__)
         return bound(mixer, *args, **kwargs)

@@ -251,4 +251,3 @@ class Caller:
         self.calls += 1
         logits: Tensor = output.logits[:, -keep:]
         return logits.float() if logits.dtype == torch.float64 else logits
-
