@@ -213,9 +213,7 @@ class WholeText:
     def prefill(self, input_ids: Any, attention_mask: Any) -> None:
         """Take the prompts."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        self.texts = [
-            row[real].tolist() for row, real in zip(input_ids, mask.bool(), strict=True)
-        ]
+        self.texts = [row[real].tolist() for row, real in zip(input_ids, mask.bool(), strict=True)]
 
     def forward(self, tokens: Any, *, last_only: bool = False) -> Any:
         """Append tokens; return their logits."""

@@ -76,7 +76,7 @@ DRAFTERS = {
         HierarchicalDrafter(perturbed(target, 0.02), small("rwkv"), gamma=2),
         gamma=3,
     ),
-    "stack": lambda target: StackedDrafter([LookupDrafter(), ModelDrafter(small("mamba"))]),
+    "stack": lambda target: StackedDrafter(LookupDrafter(), ModelDrafter(small("mamba"))),
     "early exit": lambda target: EarlyExitDrafter(target, 2),
 }
 
