@@ -3,14 +3,15 @@
 Not every model continues as it would have read on. Some take several tokens after a state as if
 they were the first (Mamba, FalconMamba, Jamba, Zamba: their scan begins at zero; RecurrentGemma),
 some compute something else for a single one (Nemotron-H, Zamba2: no lower limit on time steps).
-`caller` tries a model on a short random text, against its own forward pass without a cache, and
-remembers what it found for each class and configuration.
+`continuation` tries a model on a short text, against its own forward pass without a cache, and
+remembers what it found; `caller` makes what calls the model so.
 """
 
 from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from inspect import unwrap
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from specdec_ext.decoding.drafters.early_exit import _shallow_copy
-from specdec_ext.decoding.probe import _remembered, _texts, _Unsettled
+from specdec_ext.decoding.probe import _texts
 from specdec_ext.decoding.states import Caller, State, state_argument
 
 __all__ = ["Continuation", "caller", "continuation"]
@@ -58,6 +59,10 @@ class Continuation(NamedTuple):
     shares: bool
     makes_own: bool
     holders: tuple[tuple[str, list[str]], ...]
+
+
+#: What was found, for each model: how much a fault shows depends on its weights.
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Continuation]] = weakref.WeakKeyDictionary()
 
 
 def caller(model: Any, found: Continuation) -> Caller:
@@ -100,10 +105,13 @@ def continuation(model: Any, device: torch.device) -> Continuation:
     ValueError
         In no way does it continue as its forward pass without a cache reads on.
     """
-    size = sum(1 for _ in model.modules())  # fewer in a model's first layers
-    question = ("continuation", size, model.training)
-    found: Continuation = _remembered(model, question, lambda: _Trial(model, device).result())
-    return found
+    known = _known.setdefault(model, {})
+    dtype = next((parameter.dtype for parameter in model.parameters()), None)
+    key = dtype, device.type, model.training
+    if key not in known:
+        with torch.inference_mode():
+            known[key] = _Trial(model, device).result()
+    return known[key]
 
 
 class _Trial:
@@ -121,31 +129,45 @@ class _Trial:
         forgetful = self._uncached(self.texts[:1, FORGOTTEN:])
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-        scale = _size(self.expected)
-        influence = _size(forgetful - self.expected[:, FORGOTTEN:])
-        # A quarter of what a forgotten state does is the most that may pass for rounding.
-        self.tolerance = max(min(1000 * eps * scale, influence / 4), 4 * eps * scale)
-        self.certain = influence > 4 * self.tolerance
+        self.rounding = 4 * eps * _size(self.expected)
+        self.influence = _size(forgetful - self.expected[:, FORGOTTEN:])  # of a forgotten state
 
     def _uncached(self, texts: Tensor) -> Tensor:
-        logits: Tensor = self.view(input_ids=texts, use_cache=False).logits
+        try:
+            logits: Tensor = self.view(input_ids=texts, use_cache=False).logits
+        except FAILURES as error:
+            raise self._refusal(f"its forward pass without a cache fails: {error}") from error
         return logits.double()
 
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(f"generate: {type(self.model).__name__} keeps a state, and {why}")
+
     def result(self) -> Continuation:
-        """Return how the model continues; unsettled where a wrong way would not have shown."""
+        """Return how the model continues.
+
+        The least error of all ways is taken for the model's precision: a way is wrong if another is
+        much better.
+        """
         makes_own, holders = self._where_state_is()
+        tried: dict[tuple[str, int], float] = {}
         for way, fewest in WAYS:
             found = Continuation(way, fewest, False, makes_own, holders)
-            if self._is_right(found):
-                found = found._replace(shares=self._shares(found))
-                if not self.certain:
-                    raise _Unsettled(found)
-                return found
-        raise ValueError(
-            f"generate: {type(self.model).__name__} keeps a state, and its answers from that state "
-            "are not those of its forward pass on the whole text; it can be neither rolled back "
-            "nor decoded"
-        )
+            tried[way, fewest] = error = self._error(found)
+            if error <= self.rounding < self.influence / 32:
+                break  # no way is better
+        least = min(tried.values())
+        if least > max(self.influence / 4, self.rounding):
+            raise self._refusal(
+                "its answers from that state are not those of its forward pass on the whole text; "
+                "it can be neither rolled back nor decoded"
+            )
+        tolerance = 4 * least + self.rounding
+        right = [how for how, error in tried.items() if error <= tolerance]
+        settled = self.influence > 4 * tolerance
+        if not settled:  # states matter too little to tell: keep to what is done in plain decoding
+            right = [how for how in right if how[0] == "stepwise"] or right
+        found = Continuation(*right[0], False, makes_own, holders)
+        return found._replace(shares=self._shared_error(found) <= tolerance)
 
     def _where_state_is(self) -> tuple[bool, tuple[tuple[str, list[str]], ...]]:
         """Tell whether the model makes its state itself, and which modules keep some."""
@@ -153,10 +175,7 @@ class _Trial:
         try:
             output = self.view(input_ids=self.texts[:1, :2], use_cache=True)
         except FAILURES as error:
-            raise ValueError(
-                f"generate: {type(self.model).__name__} keeps a state, and calling it with one "
-                f"fails: {error}"
-            ) from error
+            raise self._refusal(f"calling it with one fails: {error}") from error
         holders = []
         for path, module in self.copies.items():
             now = _tensors(module)
@@ -167,8 +186,12 @@ class _Trial:
         returned = getattr(output, name or "", None)
         return not (returned is None or type(returned) is DynamicCache), tuple(holders)
 
-    def _is_right(self, found: Continuation) -> bool:
+    def _error(self, found: Continuation) -> float:
         """Hold a way of continuing against the forward pass, from states as rounds meet them."""
+        if found.way in ("scan", "stepwise") and not _mixers(
+            self.model, [p for p, _ in found.holders]
+        ):
+            return float("inf")
         try:
             called = caller(self.model, found)
             state = called.begin()
@@ -180,8 +203,8 @@ class _Trial:
                 state.load(saved)
                 pieces += self._pieces(called, state, lengths)
         except FAILURES:
-            return False
-        return all(self._matches(logits, start) for start, logits in pieces)
+            return float("inf")
+        return max(self._distance(logits, start, self.expected) for start, logits in pieces)
 
     def _pieces(self, called: Caller, state: State, lengths: Sequence[int]) -> list[Any]:
         """Run pieces of the text; return where each begins and its logits."""
@@ -192,13 +215,12 @@ class _Trial:
             pieces.append((start, called.run(state, tokens, length)))
         return pieces
 
-    def _matches(self, logits: Tensor, start: int, expected: Tensor | None = None) -> bool:
-        expected = self.expected if expected is None else expected
-        there = expected[:, start : start + logits.shape[1]]
-        return _size(logits.double() - there) <= self.tolerance
+    @staticmethod
+    def _distance(logits: Tensor, start: int, expected: Tensor) -> float:
+        return _size(logits.double() - expected[:, start : start + logits.shape[1]])
 
-    def _shares(self, found: Continuation) -> bool:
-        """Tell whether rows are right together, and after some of them have left."""
+    def _shared_error(self, found: Continuation) -> float:
+        """Hold rows that share a state against each alone, also after some have changed places."""
         order = torch.tensor([1, 0], device=self.texts.device)
         expected = torch.cat([self._uncached(text[None]) for text in self.texts])[order]
         try:
@@ -212,14 +234,14 @@ class _Trial:
             parts = texts.split([found.fewest, found.fewest, texts.shape[1] - 2 * found.fewest], 1)
             logits = torch.cat([called.run(state, part, part.shape[1]) for part in parts], 1)
         except FAILURES:
-            return False
-        return self._matches(logits, FORGOTTEN, expected)
+            return float("inf")
+        return self._distance(logits, FORGOTTEN, expected)
 
 
 def _size(logits: Tensor) -> float:
     """Return the root mean square of what is finite."""
     finite = logits[logits.isfinite()]
-    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+    return float(finite.square().mean().sqrt()) if finite.numel() else float("inf")
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
