@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from specdec_ext.decoding.drafters.early_exit import _shallow_copy
+from specdec_ext.decoding.module_views import with_copies
 from specdec_ext.decoding.probe import _texts
 from specdec_ext.decoding.states import Caller, State, state_argument
 
@@ -74,7 +74,7 @@ def caller(model: Any, found: Continuation) -> Caller:
     paths = [path for path, _ in found.holders]
     mixers = _mixers(model, paths) if found.way in ("scan", "stepwise") else []
     if paths or mixers:
-        model, copies = _with_copies(model, [*paths, *mixers])
+        model, copies = with_copies(model, [*paths, *mixers])
     called = Caller(
         model,
         [(copies[path], names) for path, names in found.holders],
@@ -121,7 +121,7 @@ class _Trial:
         self.model = model
         paths = [path for path, _ in model.named_modules() if path]
         try:  # states that modules keep go to copies: the model may be at work elsewhere
-            self.view, self.copies = _with_copies(model, paths)
+            self.view, self.copies = with_copies(model, paths)
         except TypeError:  # wrapped modules cannot be copied; they keep no state, or it fails
             self.view, self.copies = model, {}
         self.texts = torch.cat(_texts(model, PROBE, device))
@@ -249,31 +249,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: held for name, held in vars(module).items() if isinstance(held, Tensor)}
 
 
-# --- copies that share weights --------------------------------------------------------------------
-
-
-def _with_copies(model: Any, paths: Sequence[str]) -> tuple[Any, dict[str, nn.Module]]:
-    """Copy a model and these of its modules, which share their weights with the originals.
-
-    A module that stands in several places does so in the copy.
-    """
-    copied: dict[int, nn.Module] = {}
-
-    def of(module: nn.Module) -> nn.Module:
-        if id(module) not in copied:
-            copied[id(module)] = _shallow_copy(module)
-        return copied[id(module)]
-
-    view = of(model)
-    found: dict[str, nn.Module] = {}
-    for path in paths:
-        holder, original = view, model
-        for name in path.split("."):
-            original = original._modules[name]
-            holder._modules[name] = inner = of(original)
-            holder = inner
-        found[path] = holder
-    return view, found
+# --- mixers ---------------------------------------------------------------------------------------
 
 
 def _mixers(model: Any, holders: Sequence[str]) -> list[str]:
