@@ -74,10 +74,6 @@ def test_arguments_are_named_in_errors(models, arguments, error, text):
 
 
 REFUSED = {
-    "mamba": ("cannot roll back", {"state_size": 4}),
-    "recurrent_gemma": ("cannot roll back", {"lru_width": 8, "num_attention_heads": 2}),
-    "lfm2": ("cannot roll back", {"layer_types": ["conv", "conv"]}),  # short convolutions
-    "rwkv": ("RwkvForCausalLM has no key-value cache", {"attention_hidden_size": 8}),
     "openai-gpt": ("OpenAIGPTLMHeadModel has no key-value cache", {"n_head": 2}),
     "t5": ("encoder-decoder", {"d_kv": 4, "d_ff": 8, "num_heads": 2}),
 }
@@ -85,8 +81,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("static_cache", [False, True])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_cannot_roll_back_is_refused(kind, static_cache):
-    """As target and as draft; a state that takes a token in cannot give it back."""
+def test_a_model_that_remembers_nothing_of_its_own_is_refused(kind, static_cache):
+    """As target and as draft; models with recurrent state are in test_recurrent.py."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     text, options = REFUSED[kind]

@@ -214,7 +214,7 @@ def _ask_again(target: Any, text: Tensor) -> tuple[Tensor, float]:
     One call on the whole text, beside calls on some of its last tokens over a cache, as decoding
     makes them.
     """
-    from .decoding.cache import CachedModel
+    from .decoding.hosting import host_model
 
     whole = target(input_ids=text).logits[0, -1].double().cpu()
     difference = 0.0
@@ -222,7 +222,7 @@ def _ask_again(target: Any, text: Tensor) -> tuple[Tensor, float]:
         if text.shape[1] <= fed:
             continue
         ends = torch.tensor([text.shape[1] + 1], device=text.device)
-        cached = CachedModel(target, ends)
+        cached = host_model(target, ends, uneven=False)
         cached.prefill(text[:, :-fed], None)
         row = cached.forward(text[:, -fed:], last_only=True)[0, -1].double().cpu()
         finite = whole.isfinite() & row.isfinite()

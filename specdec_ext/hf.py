@@ -21,7 +21,7 @@ except ImportError as error:
         "specdec_ext.hf works inside Hugging Face transformers: pip install 'specdec_ext[hf]'"
     ) from error
 
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import utils as _generation
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -48,8 +48,8 @@ _FUSED = {
 }
 #: What ``model.generate`` prepares and the loop makes for itself.
 _PREPARED = {
-    "attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids",
-    "use_cache",
+    "attention_mask", "cache_params", "cache_position", "logits_to_keep", "past_key_values",
+    "position_ids", "state", "use_cache",
 }  # fmt: skip
 
 
@@ -214,14 +214,29 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
         caches.add("static")
     if config.cache_implementation in caches:
         wanted.append(f"cache_implementation={config.cache_implementation!r}")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        wanted.append("past_key_values that are not empty")
+    wanted += [
+        f"{name} that are not empty"
+        for name in ("past_key_values", "cache_params", "state")
+        if not _is_empty(model_kwargs.get(name))
+    ]
     if wanted:
         raise ValueError(
             f"generate_fn: {type(model).__name__}.generate was asked for what speculative decoding "
             f"has not here: {', '.join(wanted)}"
         )
+
+
+def _is_empty(cache: Any) -> bool:
+    """Tell whether what a model remembers, as it was handed over, is nothing yet."""
+    if not isinstance(cache, Cache):
+        return cache is None
+    layers: list[Any] = getattr(cache, "layers", None) or [cache]
+    attention = [layer for layer in layers if hasattr(layer, "get_seq_length")]
+    states = [getattr(layer, "has_previous_state", {}) for layer in layers if layer is not cache]
+    return not (
+        any(layer.get_seq_length() > 0 for layer in attention)
+        or any(any(seen.values()) for seen in states)
+    )
 
 
 def _split(given: Sequence[Any], *, sampled: bool) -> tuple[list[Any], dict[str, Any]]:

@@ -383,7 +383,7 @@ def refuse_unsuitable(model: Any) -> None:
     Raises
     ------
     ValueError
-        An encoder-decoder that was not wrapped, or a model with more state than keys and values.
+        An encoder-decoder that was not wrapped, or a model that remembers nothing.
     """
     model = described(model)
     config = getattr(model, "config", None)
@@ -394,14 +394,7 @@ def refuse_unsuitable(model: Any) -> None:
             f"generate: {type(model).__name__} is an encoder-decoder; wrap it and its inputs in "
             "specdec_ext.decoding.encoder_decoder.encoded()"
         )
-    for layer in _cache_layers(model):
-        if type(layer).__name__ not in ATTENTION_LAYERS:
-            raise ValueError(
-                f"generate: {type(model).__name__} keeps a state that cannot roll back rejected "
-                f"tokens ({type(layer).__name__}); attention layers only"
-            )
-    # Others keep a state of their own (RWKV, xLSTM), or none: they would ignore the cache.
-    if getattr(model, "_is_stateful", False) or "past_key_values" not in accepted_arguments(model):
+    if "past_key_values" not in accepted_arguments(model):
         raise ValueError(
             f"generate: {type(model).__name__} has no key-value cache, so it cannot roll back "
             "rejected tokens; attention layers only"

@@ -192,6 +192,7 @@ class ChainGeneration:
             static=self.static_cache,
             uneven=mask is not None or self.policy.limit > 0,
             trees=self.trees,
+            verifies=self.policy.limit > 0,
         )
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self.drafter.start(

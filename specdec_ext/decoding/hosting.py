@@ -93,6 +93,7 @@ def host_model(
     static: bool = False,
     uneven: bool = True,
     trees: bool = False,
+    verifies: bool = False,
 ) -> HostedModel:
     """Choose how a model is run for a batch.
 
@@ -110,6 +111,8 @@ def host_model(
         Whether rows may come to differ in length: by padding, or by what they accept.
     trees : bool
         Whether trees will be run.
+    verifies : bool
+        Whether drafts will be verified: calls on several tokens must cost less than one for each.
 
     Raises
     ------
@@ -118,8 +121,17 @@ def host_model(
     """
     from specdec_ext.decoding import probe
     from specdec_ext.decoding.cache import CachedModel, Traits, refuse_unsuitable
+    from specdec_ext.decoding.recurrent import RecurrentModel, keeps_state
     from specdec_ext.decoding.row_by_row import RowByRow
 
+    if keeps_state(model):
+        if static or trees:
+            what = "a static cache" if static else "a tree"
+            raise ValueError(
+                f"generate: {type(model).__name__} keeps a recurrent state, which has no slots, "
+                f"and {what} needs them; it can run chains, over a cache that grows"
+            )
+        return RecurrentModel(model, ends, room=room, rolls_back=uneven, verifies=verifies)
     refuse_unsuitable(model)
     span = _slots(ends, room)
     probe.check_model(model)

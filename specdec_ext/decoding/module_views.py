@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
-__all__ = ["shallow_copy", "with_part"]
+__all__ = ["shallow_copy", "with_copies", "with_part"]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -78,3 +80,44 @@ def with_part(model: nn.Module, path: str, part: nn.Module) -> nn.Module:
         holder = inner
     setattr(holder, name, part)
     return view
+
+
+def with_copies(model: Any, paths: Iterable[str]) -> tuple[Any, dict[str, nn.Module]]:
+    """Copy a module and some of its parts, which share their weights with the originals.
+
+    A part that stands in several places does so in the copy.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The module.
+    paths : iterable of str
+        Which parts, by their dotted names.
+
+    Returns
+    -------
+    (torch.nn.Module, dict of str to torch.nn.Module)
+        The copy, and the copied parts by name.
+
+    Raises
+    ------
+    TypeError
+        As in `shallow_copy`, of a part or a module on the way to it.
+    """
+    copied: dict[int, nn.Module] = {}
+
+    def of(module: Any) -> nn.Module:
+        if id(module) not in copied:
+            copied[id(module)] = shallow_copy(module)
+        return copied[id(module)]
+
+    view = of(model)
+    found: dict[str, nn.Module] = {}
+    for path in paths:
+        holder, original = view, model
+        for name in path.split("."):
+            original = original._modules[name]
+            holder._modules[name] = inner = of(original)
+            holder = inner
+        found[path] = holder
+    return view, found
