@@ -22,9 +22,16 @@ from test_generate_models import RAGGED, check_limit, check_stop_tokens, greedy
 
 import specdec_ext
 from specdec_ext import ops
-from specdec_ext.decoding import GenerationError, LookupDrafter, Statistics, processors, stats
+from specdec_ext.decoding import (
+    GenerationError,
+    LookupDrafter,
+    Statistics,
+    chain_generation,
+    stats,
+)
 from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.chain_generation import ChainGeneration, last_tokens
+from specdec_ext.decoding.processors import Processors
 from specdec_ext.decoding.stopping import Stops
 
 NEW = 24
@@ -173,8 +180,8 @@ def test_full_ids_fed_again_with_a_cache(monkeypatch):
 def keep_the_burst(kept):
     """Plant: a request ends with the burst in which it met a stop."""
 
-    def wrong(self, prompt, before, burst):
-        return None if kept(self, prompt, before, burst) is None else len(burst)
+    def wrong(self, prompt, before, burst, b=0):
+        return None if kept(self, prompt, before, burst, b) is None else len(burst)
 
     return wrong
 
@@ -182,8 +189,8 @@ def keep_the_burst(kept):
 def look_at_the_last(kept):
     """Plant: stops are looked for when a burst has ended."""
 
-    def wrong(self, prompt, before, burst):
-        return len(burst) if kept(self, prompt, before + burst[:-1], burst[-1:]) else None
+    def wrong(self, prompt, before, burst, b=0):
+        return len(burst) if kept(self, prompt, before + burst[:-1], burst[-1:], b) else None
 
     return wrong
 
@@ -240,13 +247,15 @@ def test_caches_not_cut_with_the_output(monkeypatch):
 
 
 def test_processors_write_into_the_models_rows(monkeypatch):
-    def unprotected(given, ids, row):
-        scores = row[None].float()
-        for processor in given:
-            scores = processor(ids[None], scores)
-        return scores[0]
+    class Unprotected(Processors):
+        def chain(self, running, drafted, logits, **how):
+            for b, draft in enumerate(drafted):
+                for i in range(logits.shape[1]):
+                    ids = torch.tensor([self._texts.text(b) + draft[:i]])
+                    self._given[0](ids, logits[b, i, None])
+            return logits
 
-    monkeypatch.setattr(processors, "_apply", unprotected)
+    monkeypatch.setattr(chain_generation, "Processors", Unprotected)
     must_fail(check_law_under_a_processor_that_writes)
 
 

@@ -18,8 +18,9 @@ from transformers import (
 
 import specdec_ext
 from specdec_ext.decoding import GrownTree, StaticTree, chain_generation
-from specdec_ext.decoding.processors import process_chain, process_tree
+from specdec_ext.decoding.processors import Processors
 from specdec_ext.decoding.stopping import Stops
+from specdec_ext.decoding.texts import Texts
 
 NEW = 24
 DRAWS = 4000
@@ -110,13 +111,14 @@ def test_law_under_processors_in_plain_decoding_and_with_another_vocabulary():
 def test_control_processors_that_see_only_what_was_committed(monkeypatch):
     """Field note A.13."""
 
-    def blind(processors, texts, drafted, logits):
-        nothing = [[]] * len(texts)
-        rows = (row[:, None] for row in logits.unbind(1))
-        return torch.cat([process_chain(processors, texts, nothing, row) for row in rows], 1)
+    class Blind(Processors):
+        def chain(self, running, drafted, logits, **how):
+            nothing = [[]] * len(running)
+            rows = (row[:, None] for row in logits.unbind(1))
+            return torch.cat([super(Blind, self).chain(running, nothing, r) for r in rows], 1)
 
     target, draft = tables(4)
-    monkeypatch.setattr(chain_generation, "process_chain", blind)
+    monkeypatch.setattr(chain_generation, "Processors", Blind)
     law = law_of(target, [never_the_next], 2, 1.0)
     counts = sampled(target, draft, 2, temperature=1.0, gamma=2, logits_processor=never_the_next)
     assert counts[law == 0].sum() > 0
@@ -154,16 +156,20 @@ def test_rows_are_processed_after_their_own_prefix():
         seen.append(ids[0].tolist())
         return scores + len(ids[0])
 
+    def processors(texts):
+        given = Processors([record], Texts(texts, [[] for _ in texts], pad=0), whole_batch=False)
+        given.chain([0], [[]], torch.zeros(1, 1, 10))  # which looks at what kind they are
+        seen.clear()
+        return given
+
     logits = torch.zeros(2, 3, 7)
-    out = process_chain([record], [[1, 2], [3]], [[4, 5], [6, -1]], logits)
-    assert seen == [[1, 2], [1, 2, 4], [1, 2, 4, 5], [3], [3, 6]]
+    out = processors([[1, 2], [3]]).chain([0, 1], [[4, 5], [6, -1]], logits)
+    assert sorted(seen) == [[1, 2], [1, 2, 4], [1, 2, 4, 5], [3], [3, 6]]
     assert out[:, :, 0].tolist() == [[2, 3, 4], [1, 2, 0]] and (logits == 0).all()
-    seen.clear()
-    out = process_chain([record], [[1, 2], [3]], [[4, 5], [6, -1]], logits[:, :1])
+    out = processors([[1, 2], [3]]).chain([0, 1], [[4, 5], [6, -1]], logits[:, :1])
     assert seen == [[1, 2, 4, 5]] and out[:, 0, 0].tolist() == [4, 0]
-    seen.clear()
     tokens, parents = [[2, 7, 8, -1, 9, 6]], [[-1, 0, 0, 1, 3, 1]]
-    out = process_tree([record], [[1, 2]], tokens, parents, torch.zeros(1, 6, 10))
+    out = processors([[1, 2]]).tree([0], tokens, parents, torch.zeros(1, 6, 10))
     assert seen == [[1, 2], [1, 2, 7], [1, 2, 8], [1, 2, 7, 6]]
     assert out[0, :, 0].tolist() == [2, 3, 3, 0, 0, 4]
 

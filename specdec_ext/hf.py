@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import utils as _generation
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -35,6 +36,7 @@ from transformers.utils.generic import ModelOutput
 from specdec_ext import ops
 from specdec_ext.contract import rule_names
 from specdec_ext.decoding import Burst, GammaPolicy, Statistics, generate
+from specdec_ext.decoding.processors import ByRequest
 from specdec_ext.decoding.trees import GrownTree, StaticTree
 
 __all__ = ["SpeculativeOutput", "assisted_generation", "generate_fn"]
@@ -96,8 +98,11 @@ def generate_fn(
     Parameters
     ----------
     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-        As ``model.generate`` hands them over. Processors and criteria get the text of one request
-        at a time, with its padding.
+        As ``model.generate`` hands them over. Processors and criteria are called as it calls them,
+        with the whole batch; of those that keep state (guidance, SynthID) copies follow each
+        request, see ``logits_processor`` and ``padded_texts`` of `specdec_ext.generate`.
+        ``guidance_scale`` runs the model once more for every slot: right, but no faster than
+        without a draft.
     draft_model : torch.nn.Module, Drafter or None
         As ``draft`` of `specdec_ext.generate`.
     gamma, rule, tree, seeds, on_round
@@ -117,7 +122,8 @@ def generate_fn(
     ValueError
         Something is asked for that the loop has not: beams, scores, attentions, hidden states,
         inputs that are no token ids, a cache that is not empty, a cache that is offloaded or
-        quantized, a static one of an encoder-decoder.
+        quantized, a static one of an encoder-decoder; a processor or criterion whose state cannot
+        be copied, or that makes requests depend on each other.
 
     Notes
     -----
@@ -152,7 +158,7 @@ def generate_fn(
         seeds=seeds,
         tree=tree,
         rule=rule,
-        logits_processor=processors,
+        logits_processor=[_by_request(processor) for processor in processors],
         eos_token_id=_ids(config._eos_token_tensor),
         stopping_criteria=[
             # These two are the loop's own.
@@ -251,6 +257,23 @@ def _split(given: Sequence[Any], *, sampled: bool) -> tuple[list[Any], dict[str,
         filters[_FUSED[type(last)]] = getattr(last, _FUSED[type(last)])
         rest = rest[: rest.index(type(last))]
     return processors, {"temperature": 1.0, **filters}
+
+
+def _by_request(processor: Any) -> Any:
+    """Have ``prefix_allowed_tokens_fn`` asked only about texts that a request has or may get.
+
+    In a batch it would be asked about each row, and some rows show no text of their request.
+    """
+    if type(processor) is not PrefixConstrainedLogitsProcessor:
+        return processor
+    allowed = processor._prefix_allowed_tokens_fn
+
+    def process(request: int, ids: Tensor, scores: Tensor) -> Tensor:
+        one = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(request, text), 1)
+        processed: Tensor = one(ids, scores)
+        return processed
+
+    return ByRequest(process, type(processor).__name__)
 
 
 def _is_plain(warper: Any) -> bool:

@@ -15,9 +15,10 @@ from specdec_ext.contract import rule_names
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.drafters import Drafter, Requests, last_tokens
 from specdec_ext.decoding.policies import GammaPolicy
-from specdec_ext.decoding.processors import Processor, process_chain
+from specdec_ext.decoding.processors import Processor, Processors
 from specdec_ext.decoding.stats import Clock, Statistics
 from specdec_ext.decoding.stopping import Stops
+from specdec_ext.decoding.texts import Texts, on_the_host
 
 __all__ = ["Burst", "ChainGeneration", "Generated", "GenerationError"]
 
@@ -154,7 +155,8 @@ class ChainGeneration:
         self.rule_options = rule_options
         self.needs_law = self.rule in rule_names(chains=True, reads_draft_law=True)
         self.greedy = greedy
-        self.processors = processors
+        self.given_processors = processors
+        self.processors: Processors | None = None  # they are shown texts, which come later
         self.stops = stops
         self.pad = pad
         self.padded_texts = padded_texts
@@ -180,10 +182,7 @@ class ChainGeneration:
         lengths = [ids.shape[1]] * len(self.limits) if mask is None else mask.sum(1).tolist()
         self.positions = torch.tensor(lengths, device=device)  # [B], where the next token goes
         self.ends = self.positions + torch.tensor(self.limits, device=device)
-        if self.processors or self.stops.criteria:
-            self.texts = self.prompts.tolist()
-            if not self.padded_texts:
-                self.texts = [row[-n:] for row, n in zip(self.texts, lengths, strict=True)]
+        self._show_texts()
         room = self._room(ids.shape[1])
         self.target = host_model(
             self.target_model,
@@ -207,7 +206,7 @@ class ChainGeneration:
                 self.needs_law,
                 coupled=self.rule in rule_names(races=True),
                 static_cache=self.static_cache,
-                process=self._process_draft if self.processors else None,
+                process=self._process_draft if self.processors is not None else None,
             )
         )
         self.policy.start(len(self.limits))
@@ -215,6 +214,19 @@ class ChainGeneration:
         if len(self.running) < len(self.limits):
             self._keep(self.running)
         self.clock.start("rest")
+
+    def _show_texts(self) -> None:
+        """Bring the prompts to the host, and to whatever looks at texts, if something does."""
+        if not (self.given_processors or self.stops.criteria):
+            return
+        mask = None if self.padded_texts else self.attention_mask
+        self.texts = on_the_host(self.prompts, mask)
+        texts = Texts(self.texts, self.new, self.pad, self.prompts.device)
+        if self.given_processors:
+            self.processors = Processors(
+                self.given_processors, texts, whole_batch=self.padded_texts
+            )
+        self.stops.start(texts, whole_batch=self.padded_texts)
 
     def _room(self, prompt: int) -> int:
         """Return how many slots the caches allocate at first."""
@@ -285,32 +297,28 @@ class ChainGeneration:
         allowed = zip(self.policy.lengths(), remaining, strict=True)
         return [min(length, left - 1) for length, left in allowed]
 
-    def _prefixes(self) -> list[list[int]]:
-        """Return the running requests' texts so far."""
-        return [self.texts[b] + self.new[b] for b in self.running]
-
     def _process(self, logits: Tensor, drafted: Tensor) -> Tensor:
         """Run the logits processors on the target's rows, ``[B, gamma + 1, V]``."""
-        if not self.processors:
+        if self.processors is None:
             return logits
-        return process_chain(self.processors, self._prefixes(), drafted.tolist(), logits)
+        return self.processors.chain(self.running, drafted.tolist(), logits)
 
     def _process_draft(
         self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
         """Run them on a drafter's rows, if those are over the target's tokens: see `Process`."""
-        if logits.shape[-1] != self.width:
+        if self.processors is None or logits.shape[-1] != self.width:
             return logits
         rows = drafted.tolist()
         if emitted is not None:
             rows = [[*before, *row] for before, row in zip(emitted, rows, strict=True)]
-        return process_chain(self.processors, self._prefixes(), rows, logits)
+        return self.processors.chain(self.running, rows, logits, of_draft=True)
 
     def _emitted(self, b: int, row: list[int], accepted: int, status: int) -> list[int]:
         """Return what a round emitted, up to the request's end; without a law, no final token."""
         tokens = row[: accepted + (0 if status & ops.STATUS_NO_TARGET_LAW else 1)]
         tokens = tokens[: self.limits[b] - len(self.new[b])]
-        end = self.stops.kept(self.texts[b], self.new[b], tokens)
+        end = self.stops.kept(self.texts[b], self.new[b], tokens, b)
         if end is None:
             return tokens
         self.ended.add(b)
@@ -401,6 +409,12 @@ class ChainGeneration:
             sequences,
             statistics,
         )
+
+    def finish(self) -> None:
+        """Leave processors and criteria that keep state as plain decoding would leave them."""
+        if self.processors is not None:
+            self.processors.finish()
+        self.stops.finish()
 
     def result(self) -> Generated:
         """Return what there is by now."""

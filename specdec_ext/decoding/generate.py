@@ -106,10 +106,15 @@ def generate(
         `transformers.LogitsProcessor` or the like: of ids ``[1, n]`` and float32 scores ``[1, V]``
         the new scores, before temperature and filters. Every row is processed after the text that
         would lead to it, draft tokens included and padding left out (see ``padded_texts``), so that
-        the law is that of plain decoding under the same processors. They must be functions of their
-        arguments: rows are asked for that are then discarded. They are called on the host, row by
-        row. Drafters that have rows over as many tokens as the target (models, n-gram models,
-        uniform tokens, each level of a hierarchy) draw from processed rows, too; drafts that are
+        the law is that of plain decoding under the same processors. Rows are asked for that are
+        then discarded: of a processor that keeps state between calls, copies are called, which
+        follow each request as if it were alone and know nothing of what was discarded. Which
+        processors do is found out by asking copies of them; one that can be neither copied nor
+        shown to be a function of its arguments is refused. (What a function keeps in its closure
+        cannot be copied, and is noticed only where its answers differ at once.) They are called on
+        the host, row by row (see ``padded_texts``). Drafters that have rows over as many tokens as
+        the target (models, n-gram models, uniform tokens, each level of a hierarchy) draw from
+        processed rows, too, but for processors that keep state and run a model; drafts that are
         trees do not.
     eos_token_id : int, iterable of int or Tensor, optional
         Tokens that end a request (and are kept). None: those of the model's configuration, ``()``:
@@ -128,8 +133,12 @@ def generate(
         Fills ``sequences`` behind the end of a request. None: the model's, else the first stop
         token, else 0.
     padded_texts : bool
-        Show ``logits_processor`` and ``stopping_criteria`` the padding before each prompt, too, as
-        transformers does: what counts from the prompts' common end then counts right.
+        Call ``logits_processor`` and ``stopping_criteria`` as transformers does: with all requests
+        at once, ids ``[B, n]`` and scores ``[B, V]``, each at its own row, padding before prompts
+        and ``pad_token_id`` behind ends included. What counts from the prompts' common end, or is
+        made for each row, is right then. Requests are not at the same place: of each call, rows
+        count whose request is at n, and the others show what they had there, or padding. Scores
+        or answers that depend on other rows are refused.
     static_cache : bool
         Let caches keep one size, as compiled models want it: the models' shapes then depend on the
         batch and the number of new tokens alone (they grow in the rare case that they must).
@@ -156,6 +165,9 @@ def generate(
     GenerationError
         A request cannot go on (the target's logits hold NaN, say). The error names it and carries
         what was generated for all of them.
+    ValueError
+        An argument is not as above; or a logits processor or a stopping criterion cannot be right
+        in a burst, with the reason.
 
     Notes
     -----
@@ -233,6 +245,8 @@ def _rounds(generation: ChainGeneration) -> Iterator[list[Burst]]:
         with torch.inference_mode():
             bursts = generation.step()
         yield bursts
+    with torch.inference_mode():
+        generation.finish()
 
 
 @contextmanager

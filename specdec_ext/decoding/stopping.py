@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_ext.decoding.arguments import callables
+from specdec_ext.decoding.evidence import Refused, copied, keeps_state, name_of
+from specdec_ext.decoding.texts import Texts
 
 __all__ = ["Criterion", "Stops", "find_stops"]
 
@@ -26,7 +30,7 @@ class Stops:
         A request ends where its new tokens end in one of these.
     criteria : sequence of callable
         As `transformers.StoppingCriteria`. Asked with the request's own text, ``[1, n]`` without
-        padding, and None in place of scores.
+        padding, and None in place of scores; or with the whole batch, see `start`.
     device : torch.device
         Where criteria get their ids.
 
@@ -49,16 +53,59 @@ class Stops:
         self._reach = max(map(len, self.sequences), default=1) - 1  # into the text before a burst
         self.criteria = criteria
         self.device = device
+        self._texts: Texts | None = None
+        self._whole_batch = False
+        self._copies: dict[tuple[int, int], tuple[Criterion, Criterion]] = {}
 
-    def kept(self, prompt: list[int], before: list[int], burst: list[int]) -> int | None:
+    def start(self, texts: Texts, *, whole_batch: bool) -> None:
+        """Take the requests; each gets copies of its own of criteria that keep state.
+
+        Parameters
+        ----------
+        texts : Texts
+            Of all requests, new tokens left out until a burst is kept.
+        whole_batch : bool
+            Ask criteria as transformers does, about all requests at once: of the answers ``[B]``
+            each request reads its own. Its other rows show the texts that other requests had at
+            that length, padding where they have not come so far. An answer that depends on
+            these is refused: they are not where plain decoding would have them.
+        """
+        self._texts = texts
+        self._whole_batch = whole_batch and len(texts) > 1
+        prompts = texts.ids(texts.length(0))
+        prompts = prompts if self._whole_batch else prompts[:1]
+        again = torch.cat([prompts, prompts[:, -1:]], 1)
+
+        def ask(criterion: Any, question: int) -> Any:
+            return criterion((again if question else prompts).clone(), None)
+
+        for number, criterion in enumerate(self.criteria):
+            what = f"generate: stopping_criteria {name_of(criterion)}"
+            if not isinstance(criterion, FunctionType) and keeps_state(
+                criterion, ask, what=what, ruled="ids"
+            ):
+                for b in range(len(texts)):
+                    self._copies[b, number] = (copied(criterion), copied(criterion))
+
+    def finish(self) -> None:
+        """Leave criteria that keep state as they are behind the longest text."""
+        for (b, number), (copy, _) in self._copies.items():
+            if self._texts is not None and b == self._texts.longest():
+                vars(self.criteria[number]).update(vars(copy))
+
+    def kept(
+        self, prompt: list[int], before: list[int], burst: list[int], request: int = 0
+    ) -> int | None:
         """Count the tokens of a burst up to the one at which the request ends; None: it goes on.
 
         Parameters
         ----------
         prompt, before, burst : list of int
             The request's prompt, its new tokens so far, and those of the burst.
+        request : int
+            Which, where criteria are asked.
         """
-        asked = self._criteria_asked(prompt, before, burst)
+        asked = self._criteria_asked(prompt, before, burst, request)
         recent = before[len(before) - min(self._reach, len(before)) :] + burst
         for n, token in enumerate(burst, 1):
             end = len(recent) - len(burst) + n
@@ -71,22 +118,64 @@ class Stops:
         return None
 
     def _criteria_asked(
-        self, prompt: list[int], before: list[int], burst: list[int]
+        self, prompt: list[int], before: list[int], burst: list[int], request: int
     ) -> Callable[[int], bool]:
         """Return what tells whether a criterion ends the request at the n-th token of the burst."""
         if not self.criteria:
             return lambda n: False
-        ids = torch.tensor([prompt + before + burst], device=self.device)
         known = len(prompt) + len(before)
-        return lambda n: any(_is_true(c(ids[:, : known + n], None)) for c in self.criteria)
+        if self._texts is None or not self._whole_batch:
+            ids = torch.tensor([prompt + before + burst], device=self.device)
+            return lambda n: any(
+                [
+                    self._answer(number, request, 0, ids[:, : known + n], 0)
+                    for number in range(len(self.criteria))
+                ]
+            )
+        ids = self._texts.ids(known + len(burst)).clone()
+        ids[request, known:] = torch.tensor(burst, device=ids.device)
+        return lambda n: any(
+            [
+                self._ends_among(number, request, ids[:, : known + n])
+                for number in range(len(self.criteria))
+            ]
+        )
+
+    def _ends_among(self, number: int, request: int, ids: Tensor) -> bool:
+        """Ask a criterion about a request in the company of others, and of itself alone."""
+        alone = ids[request].expand(len(ids), -1)
+        answers = [
+            self._answer(number, request, which, rows, request)
+            for which, rows in enumerate((ids, alone))
+        ]
+        if answers[0] != answers[1] and (request, number) not in self._copies:
+            answers[0] = self._answer(number, request, 0, ids, request)  # time may have passed
+        if answers[0] != answers[1]:
+            raise Refused(
+                f"generate: stopping_criteria {name_of(self.criteria[number])} lets other requests "
+                f"of the batch decide whether request {request} ends, and in speculative decoding "
+                "these are not at the same place: generate for one request at a time"
+            )
+        return answers[1]
+
+    def _answer(self, number: int, request: int, which: int, ids: Tensor, row: int) -> bool:
+        criterion = self.criteria[number]
+        if (request, number) in self._copies:
+            criterion = self._copies[request, number][which]
+        answer = criterion(ids.clone(), None)
+        if not isinstance(answer, torch.Tensor):
+            return bool(answer)
+        answers = answer.reshape(-1)
+        if len(answers) not in (1, len(ids)):
+            raise ValueError(
+                f"generate: stopping_criteria {name_of(criterion)} must return one answer or one "
+                f"for each row of ids {list(ids.shape)}, got {list(answer.shape)}"
+            )
+        return bool(answers[row if len(answers) == len(ids) else 0])
 
 
 def _ends_in(tokens: list[int], end: int, sequence: list[int]) -> bool:
     return end >= len(sequence) and tokens[end - len(sequence) : end] == sequence
-
-
-def _is_true(answer: Any) -> bool:
-    return bool(answer.all()) if isinstance(answer, torch.Tensor) else bool(answer)
 
 
 def find_stops(

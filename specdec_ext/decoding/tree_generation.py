@@ -16,7 +16,6 @@ from specdec_ext.decoding.chain_generation import (
 )
 from specdec_ext.decoding.drafters import last_tokens
 from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
-from specdec_ext.decoding.processors import process_tree
 
 __all__ = ["TreeGeneration"]
 
@@ -40,13 +39,9 @@ class TreeGeneration(ChainGeneration):
         logits = self.target.forward_nodes(draft.tokens, seen, depths)  # [B, N, V]
 
         self.clock.start("rest")
-        if self.processors:
-            logits = process_tree(
-                self.processors,
-                self._prefixes(),
-                draft.tokens.tolist(),
-                draft.parents.tolist(),
-                logits,
+        if self.processors is not None:
+            logits = self.processors.tree(
+                self.running, draft.tokens.tolist(), draft.parents.tolist(), logits
             )
 
         self.clock.start("verify")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.contract import DOMAIN_COUPLED, DOMAIN_DRAFT
+from specdec_ext.decoding.texts import on_the_host
 
 __all__ = [
     "Draft",
@@ -111,14 +112,7 @@ class Requests:
 
     def texts(self) -> list[list[int]]:
         """Return the prompts on the host, without their padding."""
-        rows: list[list[int]] = self.input_ids.tolist()
-        if self.attention_mask is None:
-            return rows
-        masks: list[list[int]] = self.attention_mask.tolist()
-        return [
-            [token for token, real in zip(row, mask, strict=True) if real]
-            for row, mask in zip(rows, masks, strict=True)
-        ]
+        return on_the_host(self.input_ids, self.attention_mask)
 
     def draw(self, logits: Tensor, positions: Tensor, index: int) -> Tensor:
         """Draw draft token ``index`` (0-based) of each request from its row, under the filters.
