@@ -34,6 +34,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.llama.modeling_llama  # noqa: E402, F401  (once, before the forks)
 from common import RESULTS, machine_facts, write_csv  # noqa: E402
+
 from families import models as tiny  # noqa: E402
 from families import modes  # noqa: E402
 
@@ -210,7 +211,7 @@ def main() -> int:
         print(f"{i:2} {mode}")
     begin = time.perf_counter()
     records: list[dict[str, Any]] = []
-    for name, found in sweep(names, wanted, given.jobs, given.limit):
+    for _, found in sweep(names, wanted, given.jobs, given.limit):
         records += found
         print(line(found[0]["family"], found), flush=True)
         for record in found if given.verbose else []:

@@ -385,8 +385,7 @@ def sounds(target: Any, family: Family, seed: int) -> list[dict[str, Tensor]]:
     shape = SOUNDS.get(family.config, _spectrum)(target.config)
     name = target.get_encoder().main_input_name
     return [
-        {name: torch.randn((1, *shape), generator=generator, dtype=torch.float64)}
-        for _ in range(3)
+        {name: torch.randn((1, *shape), generator=generator, dtype=torch.float64)} for _ in range(3)
     ]
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from families import models as tiny
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin
 
 import specdec_ext
+from families import models as tiny
 from specdec_ext import hf
 from specdec_ext.decoding import (
     AggressiveDrafter,
@@ -146,7 +146,7 @@ def case_of(family: tiny.Family, new: int = NEW) -> Case:
 
 
 def variety(batches: dict[str, Prompts]) -> int:
-    """Count the different tokens of all expected texts; none are worth a text that holds padding."""
+    """Count the different tokens of all expected texts; 0 where one holds padding."""
     tokens = {token for batch in batches.values() for row in batch.expected for token in row}
     return 0 if tiny.PAD in tokens else len(tokens)
 
@@ -218,11 +218,10 @@ def _decoder_texts(seed: int) -> dict[str, list[list[int]]]:
     return {"one": ragged[:1], "equal": [[tiny.START]] * 3, "ragged": ragged}
 
 
-def tiny_inputs(
-    target: Any, family: tiny.Family, seed: int
-) -> dict[str, list[dict[str, Tensor]]]:
+def tiny_inputs(target: Any, family: tiny.Family, seed: int) -> dict[str, list[dict[str, Tensor]]]:
     """Return what the encoder reads, one mapping a row, for each batch."""
     if getattr(target.get_encoder(), "main_input_name", "input_ids") == "input_ids":
+
         def rows(lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
             texts = tiny.words(lengths, seed + 2)
             return [
@@ -339,9 +338,7 @@ def _assisted(case: Case, prompts: Prompts) -> tuple[Tensor, Any]:
 
 
 def _their_assisted(case: Case, prompts: Prompts) -> Tensor:
-    return _their_generate(
-        case, prompts, do_sample=True, top_k=1, assistant_model=case.models[1]
-    )
+    return _their_generate(case, prompts, do_sample=True, top_k=1, assistant_model=case.models[1])
 
 
 def _their_generate(case: Case, prompts: Prompts, **options: Any) -> Tensor:
