@@ -130,6 +130,11 @@ def _fault(twice: EncodedModel) -> str | None:
             "fails where several token ids, [B, m], are run over a key-value cache, as "
             f"verification needs it ({type(error).__name__}: {said})"
         )
+    if rows.shape[:2] != ids.shape:
+        return (
+            f"gives logits for {rows.shape[1]} of {COUNT} tokens where several are run in one call "
+            "over a key-value cache, as verification needs it"
+        )
     # The texts are the same but for the last token.
     difference = _apart(rows[0, :-1], rows[1, :-1])
     if difference <= _rounding(rows):
