@@ -74,6 +74,19 @@ def test_right_or_refused(family, mode):
     assert found.verdict == expected, found.detail
 
 
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("cpmant", "cannot go on behind a cache"),  # it wants the whole text in each call
+        ("blt", "transformers cannot make a cache"),  # nor can its own generate
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_every_mode(family, why):
+    for mode in ("plain 1", "chain ragged", "static chain 1", "tree 1", "lookup 1"):
+        found = cell(family, mode)
+        assert found.verdict == modes.REFUSED and why in found.detail, found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_something_was_rolled_back(family):
     """Some draft tokens were accepted and some rejected, or the comparison has tested nothing."""

@@ -211,6 +211,17 @@ def test_a_model_that_ignores_the_cache_is_refused():
         specdec_ext.generate(forgetful, draft, torch.tensor([[3, 4, 5]]))
 
 
+def test_a_model_that_reads_the_whole_text_in_each_call_is_refused():
+    """CPM-Ant: it slices the text by the cache's length, and keeps slots of its own in there."""
+    config = hf.CpmAntConfig(
+        vocab_size=67, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48,
+        num_hidden_layers=2, prompt_length=4,
+    )  # fmt: skip
+    target = hf.CpmAntForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="CpmAntForCausalLM cannot go on behind a cache"):
+        specdec_ext.generate(target, None, torch.tensor([[3, 4, 5]]))
+
+
 def test_the_question_is_asked_once_for_a_class_and_a_configuration():
     target, _ = build("qwen2", seed=1)
     probe._found.clear()

@@ -33,8 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.llama.modeling_llama  # noqa: E402, F401  (once, before the forks)
-from common import RESULTS, machine_facts, write_csv  # noqa: E402
-
+from common import RESULTS, commit, machine_facts, write_csv  # noqa: E402
 from families import models as tiny  # noqa: E402
 from families import modes  # noqa: E402
 
@@ -146,6 +145,14 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(count)
 
 
+def keep_cells(path: Path, records: list[dict[str, Any]]) -> None:
+    """Put these families' cells into a file, in place of what it has of them."""
+    renewed = {record["family"] for record in records}
+    known = json.loads(path.read_text()) if path.exists() else []
+    kept = [record for record in known if record["family"] not in renewed]
+    path.write_text(json.dumps(kept + records))
+
+
 def record_sweep(stem: str, records: list[dict[str, Any]], wanted: list[str], took: float) -> None:
     """Write the table for readers, and the cells."""
     facts = machine_facts()
@@ -191,7 +198,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=240, help="seconds for one family")
     parser.add_argument("--record", help="file name in benchmarks/results, without suffix")
     parser.add_argument("--verbose", action="store_true", help="print all that was not right")
-    parser.add_argument("--json", type=Path, help="write all cells here")
+    parser.add_argument(
+        "--cells", type=Path, help="a JSON file of cells: these families' are put in, others' kept"
+    )
     given = parser.parse_args()
     known = list(tiny.families())
     names = known
@@ -211,18 +220,21 @@ def main() -> int:
         print(f"{i:2} {mode}")
     begin = time.perf_counter()
     records: list[dict[str, Any]] = []
-    for _, found in sweep(names, wanted, given.jobs, given.limit):
-        records += found
+    now = commit()
+    for name, found in sweep(names, wanted, given.jobs, given.limit):
+        records += [record | {"commit": now} for record in found]
+        if given.cells:
+            keep_cells(given.cells, records)
         print(line(found[0]["family"], found), flush=True)
         for record in found if given.verbose else []:
             if record["verdict"] not in (modes.RIGHT, "not built"):
                 print(f"    {record['mode']}: {record['verdict']}: {record['detail']}", flush=True)
     took = time.perf_counter() - begin
     print(f"\n{len(names)} families, {len(wanted)} modes, {took:.0f} s: {summary(records)}")
+    if given.cells:
+        records = json.loads(given.cells.read_text())
     order = {name.removesuffix(":encoded"): i for i, name in enumerate(known)}
     records.sort(key=lambda r: order[r["family"].removesuffix(":encoded")])
-    if given.json:
-        given.json.write_text(json.dumps(records))
     if given.record:
         record_sweep(given.record, records, wanted, took)
     return int(any(record["verdict"] in modes.OURS_AT_FAULT for record in records))

@@ -368,7 +368,13 @@ def _cache_layers(model: Any) -> list[Any]:
     config = getattr(described(model), "config", None)
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
         return []
-    return list(DynamicCache(config=config).layers)
+    try:
+        return list(DynamicCache(config=config).layers)
+    except Exception as error:  # the configuration says too little, in a way of its own
+        raise ValueError(
+            f"generate: for {type(described(model)).__name__} transformers cannot make a cache: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def smallest_window(model: Any) -> int | None:

@@ -220,7 +220,11 @@ class _Probe:
         sensitivity, precision = _difference(whole, other), self._rounding(whole)
         if sensitivity <= precision:
             raise _Unsettled(None)
-        difference = _difference(whole, self._chain(self.tail))
+        try:
+            chained = self._chain(self.tail)
+        except Exception as error:  # the model's own, of any kind
+            return f"cannot go on behind a cache: {type(error).__name__}: {error}"
+        difference = _difference(whole, chained)
         if difference <= max(precision, UNRELATED * sensitivity):
             return None
         return (
