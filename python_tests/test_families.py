@@ -6,6 +6,7 @@ model's own uncached, unpadded forward pass. ``benchmarks/families`` does the sa
 
 from __future__ import annotations
 
+import csv
 import functools
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from families import models as tiny  # noqa: E402
-from families import modes  # noqa: E402
+from families import modes, page  # noqa: E402
 
 NEW = 8  # tokens: half of the rounds reject something
 
@@ -98,6 +99,18 @@ def test_something_was_rolled_back(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_varied(family):
     assert modes.variety(case(family).batches) >= 8
+
+
+# --- the page of docs/ that says so ---------------------------------------------------------------
+
+
+def test_the_page_is_that_of_the_newest_record():
+    root = Path(__file__).resolve().parents[1]
+    record = max((root / "benchmarks" / "results").glob("families-*.csv"))
+    with record.open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    written = (root / "docs" / "models.md").read_text()
+    assert written == page.render(cells, record.with_suffix(".md").name)
 
 
 # --- controls: the bench finds what is wrong ------------------------------------------------------

@@ -193,7 +193,7 @@ def record_sweep(stem: str, records: list[dict[str, Any]], wanted: list[str], to
 def main() -> int:
     """Read the command line, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="families, or parts of their names, with commas between")
+    parser.add_argument("--only", help="families, or parts of names, with commas between; -: none")
     parser.add_argument("--modes", help="modes, or the beginnings of their names")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=240, help="seconds for one family")
@@ -214,7 +214,7 @@ def main() -> int:
     if given.modes:
         starts = tuple(given.modes.split(","))
         wanted = [mode for mode in wanted if mode.startswith(starts)]
-    if not names or not wanted:
+    if not wanted or not (names or given.only == "-"):
         parser.error(f"no such family or mode; modes: {', '.join(modes.MODES)}")
     torch.set_num_threads(1)
     for i, mode in enumerate(wanted, 1):
@@ -223,7 +223,8 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     now = commit()
     for _, found in sweep(names, wanted, given.jobs, given.limit):
-        records += [record | {"commit": now} for record in found]
+        made = {"commit": now, "transformers": transformers.__version__}
+        records += [record | made for record in found]
         if given.cells:
             keep_cells(given.cells, records)
         print(line(found[0]["family"], found), flush=True)
@@ -237,7 +238,8 @@ def main() -> int:
     order = {name.removesuffix(":encoded"): i for i, name in enumerate(known)}
     records.sort(key=lambda r: order[r["family"].removesuffix(":encoded")])
     if given.record:
-        record_sweep(given.record, records, wanted, took)
+        run = {record["mode"] for record in records}
+        record_sweep(given.record, records, [mode for mode in modes.MODES if mode in run], took)
     return int(any(record["verdict"] in modes.OURS_AT_FAULT for record in records))
 
 

@@ -146,7 +146,7 @@ def case_of(family: tiny.Family, new: int = NEW) -> Case:
 
 
 def variety(batches: dict[str, Prompts]) -> int:
-    """Count the different tokens of all expected texts; 0 where one holds padding."""
+    """Count the different tokens of all expected texts; a text that holds padding is worth none."""
     tokens = {token for batch in batches.values() for row in batch.expected for token in row}
     return 0 if tiny.PAD in tokens else len(tokens)
 

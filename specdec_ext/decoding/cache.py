@@ -363,7 +363,7 @@ def accepted_arguments(model: Any) -> set[str]:
     return {p.name for p in parameters}
 
 
-def _cache_layers(model: Any) -> list[Any]:
+def cache_layers(model: Any) -> list[Any]:
     """Return the layers of the cache that a model would make itself, [] if it does not say."""
     config = getattr(described(model), "config", None)
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
@@ -379,7 +379,7 @@ def _cache_layers(model: Any) -> list[Any]:
 
 def smallest_window(model: Any) -> int | None:
     """Return the smallest sliding window that a model's configuration tells of."""
-    layers = (layer for layer in _cache_layers(model) if layer.is_sliding)
+    layers = (layer for layer in cache_layers(model) if layer.is_sliding)
     return min((layer.sliding_window for layer in layers), default=None)
 
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from specdec_ext.decoding.cache import (
     ATTENTION_LAYERS,
     accepted_arguments,
+    cache_layers,
     described,
     vocabulary_size,
 )
@@ -53,8 +54,7 @@ def keeps_state(model: Any) -> bool:
         return False
     if getattr(inner, "_is_stateful", False):
         return True
-    layers: list[Any] = DynamicCache(config=config).layers
-    return any(type(layer).__name__ not in ATTENTION_LAYERS for layer in layers)
+    return any(type(layer).__name__ not in ATTENTION_LAYERS for layer in cache_layers(model))
 
 
 class State:
