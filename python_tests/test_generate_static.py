@@ -8,7 +8,7 @@ from generate_models import ARCHITECTURES, pair, prompts, tables
 from test_generate_models import RAGGED, greedy
 
 import specdec_ext
-from specdec_ext.decoding import StaticTree
+from specdec_ext.decoding import StaticTree, probe
 from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters.early_exit import first_layers
 from specdec_ext.decoding.drafters.hierarchy import HierarchicalDrafter
@@ -18,17 +18,30 @@ NEW = 20
 
 
 def watch_shapes(monkeypatch) -> set[tuple[int, int]]:
-    """Return a set that every call adds the widths of its keys and of its mask to."""
+    """Return a set that every call adds the widths of its keys and of its mask to.
+
+    Calls that ask a model what it understands are left out.
+    """
     shapes = set()
-    call = CachedModel._call
+    asking = []
+    call, remembered = CachedModel._call, probe._remembered
 
     def watched(self, tokens, **kwargs):
         logits = call(self, tokens, **kwargs)
-        keys = self.cache.layers[0].keys
-        shapes.add((keys.shape[2], kwargs["attention_mask"].shape[-1]))
+        if not asking:
+            keys = self.cache.layers[0].keys
+            shapes.add((keys.shape[2], kwargs["attention_mask"].shape[-1]))
         return logits
 
+    def ask(*args):
+        asking.append(args)
+        try:
+            return remembered(*args)
+        finally:
+            asking.pop()
+
     monkeypatch.setattr(CachedModel, "_call", watched)
+    monkeypatch.setattr(probe, "_remembered", ask)
     return shapes
 
 
@@ -86,6 +99,8 @@ def test_a_compiled_model_is_compiled_once_for_every_number_of_new_tokens():
     target = first_layers(target, 1)
     ids, mask = prompts([5, 3])
     plain = greedy(target, ids, mask, 12)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "gamma": 3, "static_cache": True}
+    specdec_ext.generate(target, draft, ids, **options)  # which also asks what they understand
     calls, graphs = set(), []
     eager = target.forward
 
@@ -100,9 +115,7 @@ def test_a_compiled_model_is_compiled_once_for_every_number_of_new_tokens():
         return compiled(**kwargs)
 
     target.forward = forward
-    sequences, statistics = specdec_ext.generate(
-        target, draft, ids, attention_mask=mask, max_new_tokens=12, gamma=3, static_cache=True
-    )
+    sequences, statistics = specdec_ext.generate(target, draft, ids, **options)
     assert torch.equal(sequences, plain)
     assert len(graphs) == len(calls) < statistics.rounds
 

@@ -256,6 +256,7 @@ class _Probe:
 
     def static_fault(self, span: int) -> str | None:
         """Say what is wrong with the answers over a cache of one size, None if nothing is."""
+        self._open()  # refuses models whose layers are not known
         plain = self._plain(untried=UNTRIED, insensitive=None)
         if not self._find_first(plain):
             return "cannot be run over a static cache: it counts positions or distances in slots"
