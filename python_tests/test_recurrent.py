@@ -393,7 +393,7 @@ def test_rows_go_on_with_parts_of_a_state():
         host.forward(texts[:, 5:9])
         assert host.calls == 1
         rolled(host, [1, 0, 1])
-        assert [group.rows for group in host._groups] == [[1], [0, 2]]
+        assert [group.rows for group in host._groups] == [[0, 2], [1]]
         at = [8, 9, 8]
         feed = torch.stack([texts[b, at[b] : at[b] + 3] for b in range(3)])
         logits = host.forward(feed)

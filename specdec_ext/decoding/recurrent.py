@@ -120,7 +120,7 @@ class RecurrentModel:
 
     def forward(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
         """Append tokens to every row: `HostedModel.forward`."""
-        parts = [group.forward(tokens[group.rows], last_only) for group in self._groups]
+        parts = [group.forward(_rows(tokens, group.rows), last_only) for group in self._groups]
         order = [row for group in self._groups for row in group.rows]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         if order == sorted(order):
@@ -141,7 +141,7 @@ class RecurrentModel:
                 part.keeps_anchor |= across_holes
                 part.rollback(n)
                 groups.append(part)
-        self._groups = groups
+        self._groups = sorted(groups, key=lambda group: group.rows[0])
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these rows of the batch, given on the device and on the host."""
@@ -172,6 +172,14 @@ class RecurrentModel:
     def keep_nodes(self, nodes: Tensor, kept: Sequence[int], kept_tensor: Tensor) -> None:
         """Refuse, as `begin_tree` does."""
         self.begin_tree()
+
+
+def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows; neighbours without a list of indices, which would wait for the device."""
+    first, count = rows[0], len(rows)
+    if rows == list(range(first, first + count)):
+        return tensor[first : first + count]
+    return tensor[rows]
 
 
 class _Group:
