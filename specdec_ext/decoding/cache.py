@@ -379,7 +379,7 @@ def cache_layers(model: Any) -> list[Any]:
 
 def smallest_window(model: Any) -> int | None:
     """Return the smallest sliding window that a model's configuration tells of."""
-    layers = (layer for layer in cache_layers(model) if layer.is_sliding)
+    layers = (layer for layer in cache_layers(model) if getattr(layer, "is_sliding", False))
     return min((layer.sliding_window for layer in layers), default=None)
 
 
