@@ -206,7 +206,7 @@ def main() -> int:
     known = list(tiny.families())
     names = known
     if given.only:
-        asked = given.only.split(",")
+        asked = [] if given.only == "-" else given.only.split(",")
         exact = [name for name in asked if name in known]
         parts = [part for part in asked if part not in known]
         names = [n for n in known if n in exact or any(part in n for part in parts)]
