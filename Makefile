@@ -100,7 +100,7 @@ $(TRANSFORMERS)/ready: $(READY)
 	@touch $@
 
 # The tests that run models.
-MODELS := generate_* drafters_* hf probe processors encoder_decoder* recurrent* families assisted_law
+MODELS := generate_* drafters_* hf probe encoder_decoder* recurrent* assisted_law
 
 test-floor: $(NATIVE) $(TRANSFORMERS)/ready
 	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q -n auto --maxprocesses 8 \
