@@ -110,7 +110,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **env},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,
             check=False,
         )
 
