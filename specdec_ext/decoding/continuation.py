@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from specdec_ext.decoding.module_views import with_copies
-from specdec_ext.decoding.probe import _texts
+from specdec_ext.decoding.probe import ordinary_texts
 from specdec_ext.decoding.states import Caller, State, state_argument
 
 __all__ = ["Continuation", "caller", "continuation"]
@@ -124,7 +124,7 @@ class _Trial:
             self.view, self.copies = with_copies(model, paths)
         except TypeError:  # wrapped modules cannot be copied; they keep no state, or it fails
             self.view, self.copies = model, {}
-        self.texts = torch.cat(_texts(model, PROBE, device))
+        self.texts = torch.cat(ordinary_texts(model, PROBE, device))
         self.expected = self._uncached(self.texts[:1])
         forgetful = self._uncached(self.texts[:1, FORGOTTEN:])
         dtype = next((p.dtype for p in model.parameters()), torch.float32)

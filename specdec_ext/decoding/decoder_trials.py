@@ -21,6 +21,7 @@ from specdec_ext.decoding.decoder_positions import (
     embeddings_of_positions,
     find_position_table,
 )
+from specdec_ext.decoding.probe import ROUNDING, SAME
 
 if TYPE_CHECKING:
     from specdec_ext.decoding.encoder_decoder import EncodedModel
@@ -30,8 +31,6 @@ __all__ = ["Manner", "find_manner"]
 COUNT = 5  # tokens of the text that it is run on
 PADDING = 2  # slots of padding before it
 SCATTERED = [0, 2, 5, 9, 14]  # positions that no shift makes of 0, 1, 2, 3, 4
-SAME = 4.0  # answers may differ by this many times what two ways to cut a text differ by
-ROUNDING = 8.0  # or by this many units in the last place of the largest logit
 
 
 class Manner(NamedTuple):

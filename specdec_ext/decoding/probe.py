@@ -26,7 +26,15 @@ from specdec_ext.decoding.cache import (
     vocabulary_size,
 )
 
-__all__ = ["check_model", "check_static", "check_trees", "find_traits"]
+__all__ = [
+    "ROUNDING",
+    "SAME",
+    "check_model",
+    "check_static",
+    "check_trees",
+    "find_traits",
+    "ordinary_texts",
+]
 
 CONTEXT, TAIL, GAP = 7, 3, 4  # tokens before, tokens asked about, slots of a small hole
 LONGEST_SPAN = 8192  # slots of a large hole at most: a wider window is known by configuration alone
@@ -197,7 +205,7 @@ class _Probe:
         self.static = static
         self.traits = Traits(first=None)  # as far as they are known
         self.device = _device(model)
-        text, other = _texts(model, CONTEXT + TAIL + 1, self.device)
+        text, other = ordinary_texts(model, CONTEXT + TAIL + 1, self.device)
         self.context, self.tail, self.branch = text.split([CONTEXT, TAIL, 1], 1)
         self.other = other[:, :CONTEXT]
 
@@ -215,6 +223,8 @@ class _Probe:
                 .float()
                 for context in (self.context, self.other)
             )
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # it cannot be run without a cache: there is nothing to compare with
             return None
         sensitivity, precision = _difference(whole, other), self._rounding(whole)
@@ -222,6 +232,8 @@ class _Probe:
             raise _Unsettled(None)
         try:
             chained = self._chain(self.tail)
+        except torch.OutOfMemoryError:  # says nothing about the model
+            raise
         except Exception as error:  # the model's own, of any kind
             return f"cannot go on behind a cache: {type(error).__name__}: {error}"
         difference = _difference(whole, chained)
@@ -463,7 +475,7 @@ def _device(model: Any) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _texts(model: Any, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def ordinary_texts(model: Any, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return two texts of ordinary tokens, ``[1, length]``, that differ everywhere."""
     config = getattr(described(model), "config", None)
     special = {
