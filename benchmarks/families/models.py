@@ -41,6 +41,7 @@ SHRINK: list[tuple[str, int]] = [
     (r".*(intermediate_size(_mlp)?|ffn_dim|d_ff|dff|d_inner|dim_ff|ffn_hidden_size|mlp_dim)", 48),
     (r"feed_forward_size", 48),
     (KEY_HEADS, 2),
+    (r"index_n_heads", 32),  # with few, scores tie at 0, and the width of a call breaks the tie
     (r"(.*_)?(head_dim|d_head|d_kv|dim_head|kv_channels|headdim)|attention_head_size", 8),
     (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
     (r".*(heads?|n_head|heads_per_layer)", HEADS),

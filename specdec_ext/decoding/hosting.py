@@ -128,7 +128,7 @@ def host_model(
         if static or trees:
             what = "a static cache" if static else "a tree"
             raise ValueError(
-                f"generate: {type(model).__name__} keeps a recurrent state, which has no slots, "
+                f"generate: {type(model).__name__} keeps more than keys and values (a recurrent state, say), "
                 f"and {what} needs them; it can run chains, over a cache that grows"
             )
         return RecurrentModel(model, ends, room=room, rolls_back=uneven, verifies=verifies)
