@@ -128,8 +128,9 @@ def host_model(
         if static or trees:
             what = "a static cache" if static else "a tree"
             raise ValueError(
-                f"generate: {type(model).__name__} keeps more than keys and values (a recurrent state, say), "
-                f"and {what} needs them; it can run chains, over a cache that grows"
+                f"generate: {type(model).__name__} keeps more than the keys and values of slots "
+                f"(a recurrent state, say), and {what} needs slots alone; it can run chains, over "
+                "a cache that grows"
             )
         return RecurrentModel(model, ends, room=room, rolls_back=uneven, verifies=verifies)
     refuse_unsuitable(model)
