@@ -50,8 +50,13 @@ from torch import Tensor
 from specdec_ext import reference
 from specdec_ext.backend import absences, resolve
 from specdec_ext.contract import rule_names
-from specdec_ext.testing import VerifyCase, VerifyOutcome, assert_tokens_match, tv_bound
-from specdec_ext.testing_trees import chain_as_tree
+from specdec_ext.testing import (
+    VerifyCase,
+    VerifyOutcome,
+    assert_tokens_match,
+    chain_as_tree,
+    tv_bound,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

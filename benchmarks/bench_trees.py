@@ -39,7 +39,7 @@ from specdec_ext.decoding.drafters import Requests
 from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
 from specdec_ext.decoding.trees import TreeDraft
 from specdec_ext.demo import Pair, load_pair
-from specdec_ext.testing_trees import TreeCase, assert_trees_match, post_order
+from specdec_ext.testing import TreeCase, assert_trees_match, post_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -16,8 +16,7 @@ from gpu_checks import placed
 
 import specdec_ext
 from specdec_ext import reference
-from specdec_ext.testing import VerifyCase, VerifyOutcome
-from specdec_ext.testing_trees import TreeCase
+from specdec_ext.testing import TreeCase, VerifyCase, VerifyOutcome
 
 
 @dataclass(frozen=True)

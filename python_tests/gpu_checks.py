@@ -20,14 +20,16 @@ import specdec_ext
 from specdec_ext import reference
 from specdec_ext.backend import resolve
 from specdec_ext.testing import (
+    TreeCase,
     VerifyCase,
     VerifyOutcome,
     assert_tokens_match,
+    assert_trees_match,
     exact_law,
+    exact_tree_law,
     make_case,
     toy_models,
 )
-from specdec_ext.testing_trees import TreeCase, assert_trees_match, exact_tree_law
 
 Case = VerifyCase | TreeCase
 Outcome = VerifyOutcome | specdec_ext.VerifyTreeResult

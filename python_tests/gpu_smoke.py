@@ -22,8 +22,7 @@ import gpu_checks  # noqa: E402
 import specdec_ext  # noqa: E402
 from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.ops import TREE_RULES  # noqa: E402
-from specdec_ext.testing import VerifyCase, make_case  # noqa: E402
-from specdec_ext.testing_trees import TreeCase, make_tree_case  # noqa: E402
+from specdec_ext.testing import TreeCase, VerifyCase, make_case, make_tree_case  # noqa: E402
 
 
 def cases() -> Iterator[VerifyCase]:

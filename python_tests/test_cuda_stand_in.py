@@ -16,8 +16,7 @@ from test_memory import FAR, FENCED
 
 from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.contract import TREE_RULES, VerifyTreeResult, rule_names
-from specdec_ext.testing import make_case
-from specdec_ext.testing_trees import assert_trees_match, make_tree_case
+from specdec_ext.testing import assert_trees_match, make_case, make_tree_case
 
 WARP = 32
 SEEDS = range(10)

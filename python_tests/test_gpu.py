@@ -25,8 +25,7 @@ from specdec_ext import reference
 from specdec_ext.backend import absences
 from specdec_ext.contract import rule_names
 from specdec_ext.ops import TREE_RULES
-from specdec_ext.testing import assert_tokens_match, filtered_law, make_case
-from specdec_ext.testing_trees import make_tree_case
+from specdec_ext.testing import assert_tokens_match, filtered_law, make_case, make_tree_case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

@@ -27,8 +27,7 @@ from gpu_checks import Target
 from specdec_ext import reference
 from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.ops import TREE_RULES
-from specdec_ext.testing import make_case
-from specdec_ext.testing_trees import make_tree_case
+from specdec_ext.testing import make_case, make_tree_case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import doctest
+import importlib
+import pkgutil
 
 import pytest
 import torch
 from conftest import REFERENCE
 
-import specdec_ext.testing as testing
+from specdec_ext import testing, testing_trees
 from specdec_ext.testing import (
     VerifyCase,
     VerifyOutcome,
     exact_law,
+    explain,
     explain_outcome,
     make_case,
     pack_mask,
@@ -20,11 +23,20 @@ from specdec_ext.testing import (
     toy_models,
     tv_bound,
 )
+from specdec_ext.testing.masks import unpack_mask
 
 
 def test_examples_in_docstrings():
-    result = doctest.testmod(testing)
-    assert result.failed == 0 and result.attempted > 20
+    modules = pkgutil.iter_modules(testing.__path__, "specdec_ext.testing.")
+    results = [doctest.testmod(importlib.import_module(module.name)) for module in modules]
+    assert sum(result.failed for result in results) == 0
+    assert sum(result.attempted for result in results) > 40
+
+
+def test_the_tools_for_trees_have_their_first_name_too():
+    for name in testing_trees.__all__:
+        assert getattr(testing_trees, name) is getattr(testing, name)
+        assert name in testing.__all__
 
 
 def test_step_law_finds_every_step():
@@ -145,7 +157,7 @@ def test_masks_of_any_width():
             words = pack_mask(allowed, beyond)
             assert words.dtype == torch.int32 and words.shape == (3, (vocab + 31) // 32)
             for row, expected in zip(words, allowed, strict=True):
-                assert torch.equal(testing._unpack_mask(row, vocab), expected)
+                assert torch.equal(unpack_mask(row, vocab), expected)
 
 
 WITHOUT = {
@@ -237,9 +249,9 @@ def test_cutoffs_beyond_the_tolerance_are_not_excused(rule):
 def test_the_search_among_near_ties_is_bounded(rule, monkeypatch):
     # Wrong on the last row only: every combination of the others leads there.
     visits = []
-    visit = testing._Checker.visit
+    visit = explain._Checker.visit
     monkeypatch.setattr(
-        testing._Checker, "visit", lambda *args: (visits.append(0), visit(*args))[1]
+        explain._Checker, "visit", lambda *args: (visits.append(0), visit(*args))[1]
     )
     case, outcome = tied(0, rule, [0], gamma=5, vocab=500)
     u = torch.full((1, 6), 0.01, dtype=torch.float64)
@@ -249,4 +261,4 @@ def test_the_search_among_near_ties_is_bounded(rule, monkeypatch):
     wrong = right._replace(logprobs=right.logprobs + 1.0 * (right.tokens.roll(-1, 1) == -1))
     visits.clear()
     reason = explain_outcome(wrong, case, 0, TIED)
-    assert "logprobs" in reason and 6 < len(visits) <= testing._MAX_TRIALS
+    assert "logprobs" in reason and 6 < len(visits) <= explain._MAX_TRIALS

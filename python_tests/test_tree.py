@@ -13,12 +13,12 @@ from torch.library import opcheck
 
 import specdec_ext
 from specdec_ext.ops import TREE_RULES
-from specdec_ext.testing import make_case
-from specdec_ext.testing_trees import (
+from specdec_ext.testing import (
     TreeCase,
     assert_trees_match,
     chain_as_tree,
     explain_tree_outcome,
+    make_case,
     make_tree_case,
 )
 
@@ -900,7 +900,7 @@ FENCED = """
 import torch
 import specdec_ext
 from guard import fenced
-from specdec_ext.testing_trees import make_tree_case
+from specdec_ext.testing import make_tree_case
 
 variants = [
     dict(vocab=4097), dict(vocab=1), dict(vocab=31, draft_vocab=17), dict(vocab=97, nodes=1),

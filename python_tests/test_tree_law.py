@@ -1,6 +1,6 @@
 """Losslessness of trees as an equality, and wrong verifiers that must fail it.
 
-`specdec_ext.testing_trees.exact_tree_law` integrates out drafts, coins and final draws; nothing
+`specdec_ext.testing.exact_tree_law` integrates out drafts, coins and final draws; nothing
 here is sampled. Each control makes one known mistake (FIELD_NOTES A.6, A.14, and those that the
 kinds of children invite), and must come out biased by far more than the operators may be.
 """
@@ -16,11 +16,11 @@ from conftest import REFERENCE
 
 from specdec_ext.contract import rule_names
 from specdec_ext.ops import VerifyTreeResult
-from specdec_ext.testing import toy_models
-from specdec_ext.testing_trees import (
+from specdec_ext.testing import (
     draft_trees,
     exact_tree_law,
     post_order,
+    toy_models,
 )
 
 RULES = rule_names(trees=True, takes_coins=True)
@@ -186,7 +186,7 @@ def accepted_by_rule(shape, seed, vocab=3):
 
     Under "recursive" a coin is asked for by accepting what is above it and rejecting the rest.
     """
-    from specdec_ext.testing_trees import _tree_inputs
+    from specdec_ext.testing.tree_exact import _tree_inputs
 
     parents, kinds = {**SMALL, **LARGE}[shape]
     target, draft = toy_models(seed, vocab, depth_of(parents))

@@ -18,16 +18,14 @@ from test_tree import one_tree, quiet
 import specdec_ext
 from specdec_ext import ops
 from specdec_ext.testing import (
-    assert_tokens_match,
-    exact_law,
-    make_case,
-    toy_models,
-)
-from specdec_ext.testing_trees import (
     TreeCase,
+    assert_tokens_match,
     assert_trees_match,
     chain_as_tree,
+    exact_law,
     exact_tree_law,
+    make_case,
+    toy_models,
 )
 
 if not find_spec("triton"):

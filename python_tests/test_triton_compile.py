@@ -24,7 +24,7 @@ from triton.runtime import driver
 
 import specdec_ext.triton as backend
 from specdec_ext.testing import make_case
-from specdec_ext.testing_trees import make_tree_case
+from specdec_ext.testing import make_tree_case
 
 kind, arch, warp, extent = sys.argv[1:]
 arch = int(arch) if arch.isdigit() else arch
