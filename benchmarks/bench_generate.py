@@ -32,9 +32,9 @@ from torch import Tensor
 from transformers import set_seed
 
 import specdec_ext
-from specdec_ext import check
+from specdec_ext.commands import check
+from specdec_ext.commands.pair import Pair, Prompt, find_prompts, left_padded, load_pair
 from specdec_ext.decoding import RenewalRule, Statistics
-from specdec_ext.demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -36,9 +36,9 @@ from torch import Tensor
 
 import specdec_ext
 from specdec_ext import ops, theory
+from specdec_ext.commands.pair import Pair, Prompt, find_prompts, left_padded, load_pair
 from specdec_ext.contract import rule_names
 from specdec_ext.decoding import Burst, Statistics
-from specdec_ext.demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 LOSSLESS = rule_names(chains=True, lossless=True)
 #: At T = 0 every other rule is greedy.

@@ -32,13 +32,13 @@ from torch import Tensor
 
 import specdec_ext
 from specdec_ext import ops, reference, theory
+from specdec_ext.commands.pair import Pair, load_pair
 from specdec_ext.contract import rule_names
 from specdec_ext.decoding import GrownTree, StaticTree, sequoia_tree
 from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.drafters import Requests
 from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
 from specdec_ext.decoding.trees import TreeDraft
-from specdec_ext.demo import Pair, load_pair
 from specdec_ext.testing import TreeCase, assert_trees_match, post_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

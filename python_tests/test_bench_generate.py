@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_generate as bench  # noqa: E402
 
-from specdec_ext.demo import find_prompts, load_pair  # noqa: E402
+from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
 
 
 def test_smoke(tmp_path, capsys):

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import bench_rules as bench  # noqa: E402
 
 from specdec_ext import theory  # noqa: E402
+from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
 from specdec_ext.decoding import generate  # noqa: E402
-from specdec_ext.demo import find_prompts, load_pair  # noqa: E402
 
 TINY = (
     "--prompts 2 --tokens 6 --replicas 2 --gamma 2 --threads 1 --seed 3 --beta 3 --tau 1 2".split()

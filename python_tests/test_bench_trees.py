@@ -19,8 +19,8 @@ import tree_times as times  # noqa: E402
 
 import specdec_ext  # noqa: E402
 from specdec_ext import theory  # noqa: E402
+from specdec_ext.commands.pair import load_pair  # noqa: E402
 from specdec_ext.decoding import GrownTree, StaticTree  # noqa: E402
-from specdec_ext.demo import load_pair  # noqa: E402
 
 TINY = ["--contexts", "4", "--search", "2", "--batch", "2", "--budget", "4"]
 

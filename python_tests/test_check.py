@@ -9,9 +9,9 @@ import pytest
 import torch
 from generate_models import pair as random_pair
 
-from specdec_ext import check
+from specdec_ext.commands import check
+from specdec_ext.commands.pair import Pair, Prompt
 from specdec_ext.decoding import cache
-from specdec_ext.demo import Pair, Prompt
 
 
 def options(*arguments):

@@ -14,7 +14,8 @@ import torch
 from generate_models import TableModel, tables
 
 from specdec_ext import __main__ as commands
-from specdec_ext import check, demo, plot, simulate
+from specdec_ext.commands import check, plot, simulate
+from specdec_ext.commands import pair as loading
 
 NEITHER = 2**63
 
@@ -34,12 +35,11 @@ def status(monkeypatch, capsys):
 def table_pair(monkeypatch):
     """Put a table model and its draft in place of the shipped pair."""
     target, draft = tables(5)
-    prompt = demo.Prompt("a prompt", "", torch.tensor([[1, 2, 3]]))
-    pair = demo.Pair(target, draft, None, [])
-    for module in (check, demo):
-        monkeypatch.setattr(module, "load_pair", lambda *_: pair)
-        monkeypatch.setattr(module, "find_prompts", lambda *_: [prompt])
-    monkeypatch.setattr(demo.Pair, "device", torch.device("cpu"))
+    prompt = loading.Prompt("a prompt", "", torch.tensor([[1, 2, 3]]))
+    pair = loading.Pair(target, draft, None, [])
+    monkeypatch.setattr(loading, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(loading, "find_prompts", lambda *_: [prompt])
+    monkeypatch.setattr(loading.Pair, "device", torch.device("cpu"))
     TableModel.dtype = torch.float32
     yield pair
     del TableModel.dtype

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 import specdec_ext  # noqa: E402
-from specdec_ext.demo import find_prompts, load_pair  # noqa: E402
+from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
 
 PATH = Path(__file__).resolve().parents[1] / "examples" / "compiled_loop.py"
 GAMMA = 3

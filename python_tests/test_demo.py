@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import specdec_ext
-from specdec_ext import demo, theory
+from specdec_ext import theory
+from specdec_ext.commands import demo, page
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -127,7 +128,7 @@ def test_plain_text_on_a_pipe(pair):
     for line in ("tokens per second", "tokens per target call", "acceptance rate (alpha)",
                  "time in verification", "faster, measured", "faster, by the formula"):  # fmt: skip
         assert line in text
-    assert max(sum(map(demo.cells, line)) for line in text.splitlines()) <= 88
+    assert max(sum(map(page.cells, line)) for line in text.splitlines()) <= 88
 
 
 def test_colours_on_a_terminal(pair):
@@ -247,34 +248,34 @@ class Terminal(io.StringIO):
         return True
 
 
-def page(monkeypatch, columns: int = 40) -> demo.Page:
+def page_of(monkeypatch, columns: int = 40) -> page.Page:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return demo.Page(Terminal())
+    return page.Page(Terminal())
 
 
 def test_wide_characters_never_pass_the_margin(monkeypatch):
-    out = page(monkeypatch)
+    out = page_of(monkeypatch)
     out.text("日本語のテキスト" * 9 + "e\u0301" * 50, "accepted")
     out.line()
     bare = re.sub(r"\x1b\[[0-9;]*m", "", out.stream.getvalue())
-    sizes = [sum(map(demo.cells, line)) for line in bare.splitlines() if line]
+    sizes = [sum(map(page.cells, line)) for line in bare.splitlines() if line]
     assert max(sizes) == 38  # of 40, with the margin on the left
     assert bare.replace("\n", "").replace("  ", "") == "日本語のテキスト" * 9 + "e\u0301" * 50
 
 
 def test_control_characters_do_not_reach_the_terminal(monkeypatch):
-    out = page(monkeypatch)
+    out = page_of(monkeypatch)
     out.text("a\x1b[2Jb\x07\x9b\x7f\tc")
     assert out.stream.getvalue().startswith("  a␛[2Jb␇\ufffd␡")
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_marks_instead_of_colours(monkeypatch, name, value):
-    page(monkeypatch)
+    page_of(monkeypatch)
     monkeypatch.setenv(name, value)
-    out = demo.Page(Terminal())
+    out = page.Page(Terminal())
     out.text("a", "accepted")
     out.text("b", "replaced")
     out.text("c", "target")
@@ -283,7 +284,7 @@ def test_marks_instead_of_colours(monkeypatch, name, value):
 
 
 def test_styles_end_at_the_end_of_a_line(monkeypatch):
-    out = page(monkeypatch)
+    out = page_of(monkeypatch)
     out.text("one\ntwo", "replaced")
     out.text("three", "target")
     out.line()

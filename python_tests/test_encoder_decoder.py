@@ -261,7 +261,7 @@ def test_what_is_refused_in_whispers_generate(options, message):
 
 
 def test_the_example(tmp_path):
-    from specdec_ext.demo import load_pair
+    from specdec_ext.commands.pair import load_pair
 
     tokenizer = load_pair().tokenizer
     tokenizer.pad_token = tokenizer.eos_token

@@ -267,7 +267,7 @@ def test_criteria_are_asked_at_every_token(tree):
 
 def check_stop_strings():
     """The output ends at the first token behind which the text holds the string."""
-    from specdec_ext.demo import find_prompts, load_pair
+    from specdec_ext.commands.pair import find_prompts, load_pair
 
     models = load_pair()
     prompt = find_prompts(models)[0]

@@ -10,8 +10,9 @@ import pytest
 import torch
 from generate_models import tables
 
-from specdec_ext import demo, plot, theory
+from specdec_ext import theory
 from specdec_ext.__main__ import COMMANDS
+from specdec_ext.commands import pair, plot
 
 
 def here(*options: str) -> int:
@@ -25,9 +26,9 @@ def here(*options: str) -> int:
 def table_pair(monkeypatch):
     """A table model and its draft in place of the shipped pair."""
     target, draft = tables(5)
-    prompt = demo.Prompt("a prompt", "", torch.tensor([[1, 2, 3]]))
-    monkeypatch.setattr(demo, "load_pair", lambda *_: demo.Pair(target, draft, None, []))
-    monkeypatch.setattr(demo, "find_prompts", lambda _: [prompt])
+    prompt = pair.Prompt("a prompt", "", torch.tensor([[1, 2, 3]]))
+    monkeypatch.setattr(pair, "load_pair", lambda *_: pair.Pair(target, draft, None, []))
+    monkeypatch.setattr(pair, "find_prompts", lambda *_: [prompt])
     return target, draft
 
 

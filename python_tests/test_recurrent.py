@@ -13,7 +13,7 @@ from test_generate_law import chi_square
 from torch import nn
 
 import specdec_ext
-from specdec_ext import check
+from specdec_ext.commands import check
 from specdec_ext.decoding import continuation, hosting, recurrent
 from specdec_ext.decoding.drafters.early_exit import EarlyExitDrafter
 from specdec_ext.decoding.drafters.hierarchy import HierarchicalDrafter

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import specdec_ext
-from specdec_ext import simulate, theory
+from specdec_ext import theory
+from specdec_ext.commands import simulate
 
 GAMMA = 3
 

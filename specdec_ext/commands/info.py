@@ -9,8 +9,8 @@ import platform
 import torch
 
 import specdec_ext
-
-from . import backend
+from specdec_ext import backend
+from specdec_ext.commands.frame import command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def describe() -> list[tuple[str, str]]:
     """List what there is to say as (label, value)."""
-    from ._host import build_info
+    from specdec_ext._host import build_info
 
     build = build_info()
     cuda = f"CUDA {build['torch_cuda']}" if build["torch_cuda"] else "no CUDA"
@@ -48,6 +48,7 @@ def describe() -> list[tuple[str, str]]:
     return rows
 
 
+@command("info")
 def run(args: argparse.Namespace) -> int:
     """Print `describe` as a table."""
     rows = describe()

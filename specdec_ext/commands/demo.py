@@ -8,46 +8,38 @@ through the same loop and are counted alike.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import shutil
 import sys
-import sysconfig
 import time
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ._command import (
-    REFUSALS,
-    check_device,
+from specdec_ext.commands.frame import (
+    add_generation_arguments,
+    add_json_argument,
+    add_pair_arguments,
     check_gamma,
     check_generation,
-    first_line,
+    command,
     print_json,
-    refused,
 )
-from .contract import GREEDY_BELOW, rule_names
-from .theory import walltime_factor
+from specdec_ext.commands.page import ACCEPTED, REPLACED, TARGET, Page
+from specdec_ext.commands.pair import PAIR, Pair, Prompt, load_named
+from specdec_ext.contract import GREEDY_BELOW, rule_names
+from specdec_ext.theory import walltime_factor
 
 if TYPE_CHECKING:
     from specdec_ext.decoding import Burst, Statistics
 
 __all__ = ["add_arguments", "run"]
 
-PAIR = Path(__file__).with_name("assets") / "stdlib-pair"
-PROMPT_TOKENS = 160
-PROMPTS = 8
 SECONDS = 15.0  # begin no further prompt after this long at one temperature
 LOSSLESS = rule_names(chains=True, lossless=True)
 SHOWN_LINES = 10  # of the prompt
-ACCEPTED, REPLACED, TARGET = "accepted", "replaced", "target"
+VISIBLE = {"\n": "↵", "\t": "→", " ": "·"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,17 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser : argparse.ArgumentParser
         The parser of ``python -m specdec_ext demo``.
     """
-    parser.add_argument(
-        "--target",
-        metavar="PATH",
-        help="a local Hugging Face checkpoint (default: the pair shipped here)",
-    )
-    parser.add_argument("--draft", metavar="PATH", help="a smaller one over the same tokens")
-    parser.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        help="complete this (default: held-out standard-library modules)",
-    )
+    add_pair_arguments(parser)
     parser.add_argument(
         "--gamma", type=int, default=3, help="draft tokens a round (default: %(default)s)"
     )
@@ -83,14 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="block",
         help="verification rule: block, token, ... (default: %(default)s)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_generation_arguments(parser, max_new_tokens=128)
+    add_json_argument(parser)
 
 
+@command("demo")
 def run(args: argparse.Namespace) -> int:
     """Run the demo.
 
@@ -105,16 +84,11 @@ def run(args: argparse.Namespace) -> int:
         0; 1 if greedy output differs and rounding does not explain it; 2 if something is missing,
         or an option leaves nothing to compare.
     """
-    try:
-        check_gamma(args.gamma)
-        check_generation(args.temperature, args.seed, args.max_new_tokens)
-        check_device(args.device)
-        pair = load_pair(args.target, args.draft, args.device)
-        prompts = find_prompts(pair, args.prompt)
-        _warm_up(pair, prompts[0], args)
-        return _show(pair, prompts, args)
-    except REFUSALS as error:
-        return refused("demo", error)
+    check_gamma(args.gamma)
+    check_generation(args.temperature, args.seed, args.max_new_tokens)
+    pair, prompts = load_named(args)
+    _warm_up(pair, prompts[0], args)
+    return _show(pair, prompts, args)
 
 
 def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
@@ -133,138 +107,6 @@ def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
     if args.json:
         print_json(_report(args, pair, prompts, pieces, runs, hugging_face, greedy))
     return 0 if greedy.explained else 1
-
-
-# --- models and prompts -----------------------------------------------------------------------
-
-
-@dataclass
-class Pair:
-    """Two models and their tokenizer."""
-
-    target: Any
-    draft: Any
-    tokenizer: Any
-    held_out: list[str]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the target is."""
-        device: torch.device = self.target.device
-        return device
-
-
-class Prompt(NamedTuple):
-    """A text to complete."""
-
-    name: str
-    text: str
-    ids: Tensor  # [1, P]
-
-
-def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Put token rows ``[P_b]`` into a batch: ids and attention mask, ``[B, P]`` int64."""
-    width = max(len(row) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=rows[0].device)
-    mask = torch.zeros_like(ids)
-    for b, row in enumerate(rows):
-        ids[b, width - len(row) :] = row
-        mask[b, width - len(row) :] = 1
-    return ids, mask
-
-
-def load_pair(
-    target_path: str | None = None, draft_path: str | None = None, device: str = "cpu"
-) -> Pair:
-    """Load two checkpoints over the same tokens; those shipped here where none are named."""
-    if (target_path is None) != (draft_path is None):
-        raise ValueError("--target and --draft go together")
-    shipped = target_path is None
-    target = PAIR / "target" if target_path is None else Path(target_path)
-    draft = PAIR / "draft" if draft_path is None else Path(draft_path)
-    for folder in (target, draft):
-        if not folder.is_dir():
-            hint = "; give --target and --draft" if shipped else ""
-            raise ValueError(f"no checkpoint at {folder}{hint}")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("needs transformers: pip install 'specdec_ext[hf]'") from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    # Half precision is slow on most CPUs, and greedy choices then tie.
-    whole = shipped or torch.device(device).type == "cpu"
-    dtype = torch.float32 if whole else "auto"
-    beside = target.parent / "tokenizer"
-    words = beside if beside.is_dir() else target
-    card = target.parent / "pair.json"
-
-    def model(folder: Path) -> Any:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True
-        )
-        return loaded.eval().to(device)
-
-    def loaded(load: Callable[[Any], Any], path: Path) -> Any:
-        try:
-            return load(path)
-        except Exception as error:  # files that are broken bring errors of all kinds
-            raise ValueError(f"cannot load {path}: {first_line(error)}") from error
-
-    tokenizer = loaded(
-        lambda path: transformers.AutoTokenizer.from_pretrained(path, local_files_only=True), words
-    )
-    read = loaded(lambda path: json.loads(path.read_text()), card) if card.is_file() else None
-    return Pair(
-        loaded(model, target),
-        loaded(model, draft),
-        tokenizer,
-        _find(read, "held_out_modules") or ["textwrap", "heapq", "calendar", "fractions"],
-    )
-
-
-def _find(tree: Any, key: str) -> Any:
-    """Return the first value under ``key`` anywhere in a JSON object."""
-    if not isinstance(tree, dict):
-        return None
-    if key in tree:
-        return tree[key]
-    return next((found for value in tree.values() if (found := _find(value, key))), None)
-
-
-def find_prompts(pair: Pair, text: str | None = None) -> list[Prompt]:
-    """Take the given text, or the openings of modules that the models have never seen."""
-
-    def prompt(name: str, text: str) -> Prompt:
-        ids = pair.tokenizer(text, return_tensors="pt").input_ids
-        return Prompt(name, text, ids.to(pair.device))
-
-    if text is not None:
-        if not text:
-            raise ValueError("--prompt is empty")
-        return [prompt("the prompt", text)]
-    library = Path(sysconfig.get_path("stdlib"))
-    # The one that is shown first: prose, signatures and code in its opening lines.
-    names = sorted(pair.held_out, key=lambda name: name != "textwrap")
-    found: list[Prompt] = []
-    for name in names:
-        path = library / f"{name}.py"
-        if path.is_file() and len(found) < PROMPTS:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            found.append(prompt(f"{name}.py", "".join(_opening(lines, pair.tokenizer))))
-    if not found:
-        raise ValueError(f"none of {', '.join(pair.held_out)} is in {library}; give --prompt")
-    return found
-
-
-def _opening(lines: Iterable[str], tokenizer: Any) -> Iterator[str]:
-    """Yield the first lines, about `PROMPT_TOKENS` tokens of them."""
-    tokens = 0
-    for line in lines:
-        tokens += len(tokenizer(line, add_special_tokens=False).input_ids)
-        if tokens > PROMPT_TOKENS:
-            return
-        yield line
 
 
 # --- measuring --------------------------------------------------------------------------------
@@ -424,132 +266,7 @@ def _greedy_check(
     return Greedy(len(compared), sum(map(len, compared)), lossless, differences)
 
 
-# --- the page ---------------------------------------------------------------------------------
-
-
-STYLES = {
-    "strong": "\x1b[1m",
-    "faint": "\x1b[2m",
-    ACCEPTED: "\x1b[32m",
-    REPLACED: "\x1b[31;9m",
-    TARGET: "\x1b[94m",
-}
-MARKS = {ACCEPTED: ("«", "»"), REPLACED: ("~", "~")}
-ASCII_MARKS = {ACCEPTED: ("{", "}"), REPLACED: ("~", "~")}
-RESET = "\x1b[0m"
-VISIBLE = {"\n": "↵", "\t": "→", " ": "·"}
-
-
-def cells(character: str) -> int:
-    """Return how many columns of a terminal a character takes."""
-    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def printable(character: str) -> str:
-    """Return a character that no terminal obeys: control characters become their pictures."""
-    code = ord(character)
-    if code < 32:
-        return chr(0x2400 + code)
-    return "\u2421" if code == 127 else "\ufffd" if 128 <= code < 160 else character
-
-
-class Page:
-    """Text in columns: colours on a terminal, marks elsewhere, wrapped by width in cells.
-
-    Parameters
-    ----------
-    stream : file
-        Where to write.
-    quiet : bool
-        Write nothing.
-    """
-
-    def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
-        self.stream, self.quiet = stream, quiet
-        self.terminal = stream.isatty()
-        self.colour = (
-            self.terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        )
-        self.width = min(shutil.get_terminal_size().columns, 100) if self.terminal else 88
-        try:
-            "«─»".encode(stream.encoding or "ascii")
-            self.marks, self.dash = MARKS, "─"
-        except UnicodeEncodeError:
-            self.marks, self.dash = ASCII_MARKS, "-"
-        self.column = 0
-        self._style: str | None = None
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-    def text(self, text: str, style: str | None = None) -> None:
-        """Write text that may hold any character, indented and wrapped."""
-        if not text:
-            return
-        self._switch(style)
-        for character in text.expandtabs(4):
-            if character == "\n":
-                self._newline()
-                continue
-            character = printable(character)
-            size = cells(character)
-            if self.column + size > self.width - 4:  # a margin of 2 on either side
-                self._newline()
-            if self.column == 0:
-                self._put("  ")
-            self._put(character)
-            self.column += size
-
-    def _switch(self, style: str | None) -> None:
-        """End one style and begin another."""
-        if style == self._style:
-            return
-        if self.colour:
-            self._put((RESET if self._style else "") + (STYLES[style] if style else ""))
-        else:
-            closing = self.marks.get(self._style or "", ("", ""))[1]
-            opening = self.marks.get(style or "", ("", ""))[0]
-            if opening and self.column == 0:
-                self._put("  ")
-                self.column = 0
-            self._put(closing + opening)
-            self.column += len(closing + opening)
-        self._style = style
-
-    def _newline(self) -> None:
-        # A style that went on over a line's end would paint the margin in some terminals.
-        held = STYLES[self._style] if self.colour and self._style else ""
-        self._put((RESET if held else "") + "\n" + held)
-        self.column = 0
-
-    def line(self, text: str = "", style: str | None = None) -> None:
-        """Write one line of the demo's own."""
-        self._switch(None)
-        if self.column:
-            self._newline()
-        if text:
-            styled = f"{STYLES[style]}{text}{RESET}" if style and self.colour else text
-            self._put(f"  {styled}")
-        self._put("\n")
-
-    def rule(self) -> None:
-        """Write a horizontal line."""
-        self.line(self.dash * (self.width - 4), "faint")
-
-    def status(self, text: str) -> None:
-        """Show a passing line on a terminal; an empty one removes it."""
-        if self.terminal and not self.quiet:
-            self.stream.write(f"\r\x1b[K{'  ' + text if text else ''}")
-            self.stream.flush()
-
-    def _put(self, text: str) -> None:
-        if not self.quiet:
-            self.stream.write(text)
-
-    def flush(self) -> None:
-        """Show what was written."""
-        self.stream.flush()
+# --- the text ---------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):

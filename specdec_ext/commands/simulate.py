@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import theory
-from ._command import REFUSALS, check_temperature, print_json, refused
-from .contract import rule_names
-from .decoding.checks import integer, number_in
+from specdec_ext import theory
+from specdec_ext.commands.frame import add_json_argument, check_temperature, command, print_json
+from specdec_ext.contract import rule_names
+from specdec_ext.decoding.checks import integer, number_in
 
 #: Rules whose accept_probs coins can be integrated out of. In a race none stand for the noise, and
 #: "greedy" is T = 0.
@@ -104,9 +104,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--lenience", type=float, default=1.0, help="of lenient")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json_argument(parser)
 
 
+@command("simulate")
 def run(args: argparse.Namespace) -> int:
     """Run the simulation.
 
@@ -120,19 +121,16 @@ def run(args: argparse.Namespace) -> int:
     int
         0; 2 if the file is not what it should be, or a parameter is out of range.
     """
-    try:
-        filters = _filters(args)
-        chains = load(args.file)
-        predictions = simulate(
-            chains,
-            rules=args.rule,
-            gammas=args.gamma or range(1, chains.draft_tokens.shape[1] + 1),
-            costs=args.cost,
-            lenience=number_in("--lenience", args.lenience, 0, 1),
-            **filters,
-        )
-    except REFUSALS as error:
-        return refused("simulate", error)
+    filters = _filters(args)
+    chains = load(args.file)
+    predictions = simulate(
+        chains,
+        rules=args.rule,
+        gammas=args.gamma or range(1, chains.draft_tokens.shape[1] + 1),
+        costs=args.cost,
+        lenience=number_in("--lenience", args.lenience, 0, 1),
+        **filters,
+    )
     if args.json:
         print_json([_plain(p) for p in predictions])
     else:

@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import demo, theory
-from ._command import REFUSALS, print_json, refused
+from specdec_ext import theory
+from specdec_ext.commands.frame import (
+    add_json_argument,
+    add_pair_arguments,
+    command,
+    print_json,
+)
+from specdec_ext.commands.pair import load_named
 
 __all__ = ["CHARTS", "Call", "Chart", "Curve", "Trace", "add_arguments", "record", "run"]
 
@@ -227,9 +233,8 @@ def record(target: Any, draft: Any, input_ids: Tensor, gamma: int, tokens: int) 
 
 def record_pair(args: argparse.Namespace) -> list[Trace]:
     """Record the pair that the command line names with `TRACED_GAMMAS`, after a run to warm up."""
-    pair = demo.load_pair(args.target, args.draft)
-    prompt = demo.find_prompts(pair)[0].ids
-    models = pair.target, pair.draft, prompt
+    pair, prompts = load_named(args)
+    models = pair.target, pair.draft, prompts[0].ids
     record(*models, gamma=max(TRACED_GAMMAS), tokens=args.tokens)
     return [record(*models, gamma=gamma, tokens=args.tokens) for gamma in TRACED_GAMMAS]
 
@@ -292,22 +297,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=("png", "svg", "pdf"), default="png", help="(default: %(default)s)"
     )
-    parser.add_argument(
-        "--target",
-        metavar="PATH",
-        help="of the trace: a local Hugging Face checkpoint (default: the pair shipped here)",
-    )
-    parser.add_argument("--draft", metavar="PATH", help="a smaller one over the same tokens")
+    add_pair_arguments(parser, purpose="of the trace: ")
+    parser.set_defaults(device="cpu", prompt=None)  # a device would return from calls early
     parser.add_argument(
         "--tokens", type=int, default=40, metavar="N", help="of the trace (default: %(default)s)"
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the data behind the figures instead; needs no matplotlib",
-    )
+    add_json_argument(parser, "print the data behind the figures instead; needs no matplotlib")
 
 
+@command("plot")
 def run(args: argparse.Namespace) -> int:
     """Draw the figures, or print their data.
 
@@ -322,23 +320,20 @@ def run(args: argparse.Namespace) -> int:
         0; 2 if something is missing.
     """
     names = args.figures or FIGURES
-    try:
-        unknown = [name for name in names if name not in FIGURES]
-        if unknown:
-            raise ValueError(f"no figure {unknown[0]}; there are {', '.join(FIGURES)}")
-        if args.tokens < 1:
-            raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
-        if args.json:
-            print_json({name: _plain(_data(name, args)) for name in names}, indent=None)
-            return 0
-        empty_figure = _figure_class()
-        args.output.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            path = args.output / f"{name}.{args.format}"
-            _draw(empty_figure, _data(name, args)).savefig(path, dpi=150)
-            print(path)
-    except REFUSALS as error:
-        return refused("plot", error)
+    unknown = [name for name in names if name not in FIGURES]
+    if unknown:
+        raise ValueError(f"no figure {unknown[0]}; there are {', '.join(FIGURES)}")
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
+    if args.json:
+        print_json({name: _plain(_data(name, args)) for name in names}, indent=None)
+        return 0
+    empty_figure = _figure_class()
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        path = args.output / f"{name}.{args.format}"
+        _draw(empty_figure, _data(name, args)).savefig(path, dpi=150)
+        print(path)
     return 0
 
 

@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
-from ._command import (
-    REFUSALS,
-    check_device,
+from specdec_ext import reference
+from specdec_ext.commands.frame import (
+    add_generation_arguments,
+    add_json_argument,
+    add_pair_arguments,
     check_gamma,
     check_generation,
+    command,
     print_json,
-    refused,
 )
-from .contract import GREEDY_BELOW
-from .demo import Pair, Prompt, find_prompts, left_padded, load_pair
+from specdec_ext.commands.pair import Pair, Prompt, left_padded, load_named
+from specdec_ext.contract import GREEDY_BELOW
 
 LOSSLESS, PRECISION, BUG = "lossless", "tie or precision", "bug"
 
@@ -68,21 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser : argparse.ArgumentParser
         The parser of ``python -m specdec_ext check``.
     """
-    parser.add_argument(
-        "--target", metavar="PATH", help="a local checkpoint (default: the pair shipped here)"
-    )
-    parser.add_argument("--draft", metavar="PATH", help="a smaller one over the same tokens")
-    parser.add_argument("--prompt", metavar="TEXT", help="complete this (default: several texts)")
+    add_pair_arguments(parser)
     parser.add_argument("--gamma", type=int, nargs="+", default=[1, 4], help="(default: 1 4)")
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="of the sampled half (default: %(default)s)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_generation_arguments(parser, max_new_tokens=48)
+    add_json_argument(parser)
 
 
+@command("check")
 def run(args: argparse.Namespace) -> int:
     """Run the check.
 
@@ -96,15 +92,10 @@ def run(args: argparse.Namespace) -> int:
     int
         0; 1 if there is a bug; 2 if something is missing, or an option leaves nothing to compare.
     """
-    try:
-        for gamma in args.gamma:
-            check_gamma(gamma)
-        check_generation(args.temperature, args.seed, args.max_new_tokens)
-        check_device(args.device)
-        pair = load_pair(args.target, args.draft, args.device)
-        return _report(pair, find_prompts(pair, args.prompt), args)
-    except REFUSALS as error:
-        return refused("check", error)
+    for gamma in args.gamma:
+        check_gamma(gamma)
+    check_generation(args.temperature, args.seed, args.max_new_tokens)
+    return _report(*load_named(args), args)
 
 
 def _report(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
@@ -157,7 +148,7 @@ def _decode(
     pair: Pair, prompts: list[Prompt], temperature: float, gamma: int, args: argparse.Namespace
 ) -> list[list[int]]:
     """Return the new tokens of each prompt; gamma 0 is plain decoding."""
-    from .decoding import stream
+    from specdec_ext.decoding import stream
 
     ids, mask = left_padded([prompt.ids[0] for prompt in prompts])
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -214,7 +205,7 @@ def _ask_again(target: Any, text: Tensor) -> tuple[Tensor, float]:
     One call on the whole text, beside calls on some of its last tokens over a cache, as decoding
     makes them.
     """
-    from .decoding.hosting import host_model
+    from specdec_ext.decoding.hosting import host_model
 
     whole = target(input_ids=text).logits[0, -1].double().cpu()
     difference = 0.0
