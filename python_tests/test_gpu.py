@@ -1,6 +1,6 @@
 """Every backend that a GPU has, on the GPU: parity, law, streams, graphs, memory, launches.
 
-Runs where torch finds a GPU (benchmarks/gpu_report.py). With ``SPECDEC_TEST_DEVICE=cpu`` the CPU
+Runs where torch finds a GPU (benchmarks/gpu/report.py). With ``SPECDEC_TEST_DEVICE=cpu`` the CPU
 operators take the backends' place, to try all this where there is none; what only CUDA has is then
 skipped. The checks are in gpu_checks.py.
 """
@@ -29,7 +29,7 @@ from specdec_ext.testing import assert_tokens_match, filtered_law, make_case, ma
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import replays  # noqa: E402
+from gpu import replays  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -31,14 +31,13 @@ from specdec_ext.testing import make_case, make_tree_case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import bench_gpu  # noqa: E402
 import common  # noqa: E402
-import gpu_report  # noqa: E402
-import gpu_tables  # noqa: E402
-import peers  # noqa: E402
-import replays  # noqa: E402
-from gpu_tables import Cell  # noqa: E402
-from peers import Sampling  # noqa: E402
+from gpu import bench as bench_gpu  # noqa: E402
+from gpu import peers, replays  # noqa: E402
+from gpu import report as gpu_report  # noqa: E402
+from gpu import tables as gpu_tables  # noqa: E402
+from gpu.peers import Sampling  # noqa: E402
+from gpu.tables import Cell  # noqa: E402
 
 CPU = torch.device("cpu")
 TARGET = Target("cpu", CPU)
@@ -315,7 +314,8 @@ def test_launches_reads_the_trace(monkeypatch):
 
 
 READER = """
-import torch, replays
+import torch
+from gpu import replays
 data = torch.arange(2 * replays.READ_BLOCK, dtype=torch.int32)
 seen = []
 kernel = replays._read_kernel
@@ -787,7 +787,9 @@ def test_time_is_shared():
 
 
 def test_the_report_needs_no_package_before_it_is_built():
-    script = "import sys; sys.modules['specdec_ext'] = None; import gpu_report; print('imported')"
+    script = (
+        "import sys; sys.modules['specdec_ext'] = None; from gpu import report; print('imported')"
+    )
     environment = {**os.environ, "PYTHONPATH": str(common.ROOT / "benchmarks")}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True

@@ -1,8 +1,8 @@
 """Time verification on a GPU: raw bf16 logits to emitted tokens, ours against other people's.
 
-    python benchmarks/bench_gpu.py --quick --budget-s 300      # what the project's targets need
-    python benchmarks/bench_gpu.py --budget-s 3600             # the whole grid
-    python benchmarks/bench_gpu.py --device cpu --quick ...    # the same, tried without a GPU
+    python benchmarks/gpu/bench.py --quick --budget-s 300      # what the project's targets need
+    python benchmarks/gpu/bench.py --budget-s 3600             # the whole grid
+    python benchmarks/gpu/bench.py --device cpu --quick ...    # the same, tried without a GPU
 
 Nothing is timed before it was checked. Our operators: all outputs of the cell's own inputs against
 the CPU operators, the first requests against the float64 reference as well (`assert_tokens_match`).
@@ -58,13 +58,13 @@ from specdec_ext.testing import (
     tv_bound,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common  # noqa: E402
-import gpu_tables  # noqa: E402
-import peers  # noqa: E402
-import replays  # noqa: E402
-from gpu_tables import (  # noqa: E402
+
+from gpu import peers, replays, tables  # noqa: E402
+from gpu.peers import Inputs, Sampling  # noqa: E402
+from gpu.tables import (  # noqa: E402
     ALL_RULES,
     PACKAGES,
     PEERS,
@@ -73,7 +73,6 @@ from gpu_tables import (  # noqa: E402
     Cell,
     backend_of,
 )
-from peers import Inputs, Sampling  # noqa: E402
 
 LOGIT_SCALE = 3.0  # of randn: about the spread of a language model's logits
 ALPHA = 0.7
@@ -636,7 +635,7 @@ def work(options: argparse.Namespace, state: State) -> int:
                 return 0
             fine = attempt(name, cell, sets, state, options)
             if state.records:
-                print(gpu_tables.line(state.records[-1], state.facts), flush=True)
+                print(tables.line(state.records[-1], state.facts), flush=True)
             if not fine:
                 return EXIT_AGAIN
     return 0
@@ -695,7 +694,7 @@ def supervise(options: argparse.Namespace, arguments: Sequence[str]) -> State:
             name, cell = state.started["contestant"], Cell(**state.started["cell"])
             status = "cut off" if code == OUT_OF_TIME else "crashed"
             state.finish(cell, name, status=status, reason=f"the process ended with {code}")
-            print(gpu_tables.line(state.records[-1], state.facts), flush=True)
+            print(tables.line(state.records[-1], state.facts), flush=True)
         if code == 0:
             break
         learnt = len(state.records) > before or code == EXIT_AGAIN
@@ -731,11 +730,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not state.facts:
         print("no worker got as far as measuring anything")
         return 2
-    report = gpu_tables.markdown(vars(state))
+    report = tables.markdown(vars(state))
     (options.out / f"{options.stem}.md").write_text(report)
-    print(
-        f"\n{gpu_tables.targets_table(vars(state))}\n\nwrote {options.out / options.stem}.json, .md"
-    )
+    print(f"\n{tables.targets_table(vars(state))}\n\nwrote {options.out / options.stem}.json, .md")
     mine = [r["status"] for r in state.records if backend_of(r["contestant"]) is not None]
     return 0 if mine and set(mine) <= {"ok", "cut off"} else 1
 

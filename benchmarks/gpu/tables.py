@@ -1,20 +1,17 @@
-"""Tables of what bench_gpu.py measured, and the project's targets.
+"""Tables of what bench.py measured, and the project's targets.
 
-Nothing here needs the package: gpu_report.py writes them where it is yet to be built.
+Nothing here needs the package: report.py writes them where it is yet to be built.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
 
-import common  # noqa: E402
-from peers import Sampling  # noqa: E402
+from gpu.peers import Sampling
 
 SAMPLING = {
     "temperature": Sampling(0.8),

@@ -1,6 +1,6 @@
 """Prove the GPU backends on a machine with a GPU: one command, no network, one report.
 
-    python benchmarks/gpu_report.py --budget-s 540
+    python benchmarks/gpu/report.py --budget-s 540
 
 It needs torch 2.11 or later with CUDA and pytest, nothing that has to be downloaded; to build it
 needs nvcc of the same CUDA release, cmake, ninja and pybind11 as well. In this order, whatever
@@ -16,7 +16,7 @@ smoke       a few calls of every operator (python_tests/gpu_smoke.py)
 memcheck    compute-sanitizer over the same few calls; a tool that the machine refuses is said so,
 racecheck   with its own words
 tests       ``pytest -m gpu``; a kernel that breaks or hangs its process costs its own test only
-bench       benchmarks/bench_gpu.py --quick (or the arguments after ``--bench``)
+bench       benchmarks/gpu/bench.py --quick (or the arguments after ``--bench``)
 
 ``--steps`` chooses some of them, ``--merge`` makes one report of several runs' JSON: time not used
 by a step is left to those after it.
@@ -25,9 +25,9 @@ Where a GPU is lent for minutes, and commands of a few minutes each, build elsew
 Python, torch and nvcc, ``SPECDEC_CUDA=1 python setup.py build_ext --inplace``, and copy
 ``specdec_ext/*.so`` into a folder that travels with the tree, ``.gpu`` here. Then two commands do:
 
-    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-checks \\
+    python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-checks \\
         --steps build info smoke memcheck racecheck tests
-    python3 benchmarks/gpu_report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-bench \\
+    python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-bench \\
         --steps build info bench
 
 and ``--merge CHECKS.json BENCH.json`` makes one report of theirs.
@@ -66,10 +66,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common  # noqa: E402
-import gpu_tables  # noqa: E402
+
+from gpu import tables  # noqa: E402
 
 ROOT = common.ROOT
 TESTS = ROOT / "python_tests"
@@ -152,12 +153,12 @@ class Report:
 
     def markdown(self) -> str:
         """Give facts, a table of the steps, the benchmark, and the ends of what went wrong."""
-        facts = [[name, gpu_tables.one_line(str(value))] for name, value in self.facts.items()]
+        facts = [[name, tables.one_line(str(value))] for name, value in self.facts.items()]
         rows = [
             [s.name, s.status, "" if s.code is None else str(s.code), f"{s.seconds:.0f}"]
             + [
-                f"`{gpu_tables.one_line(s.command)}`" if s.command else "",
-                gpu_tables.one_line(s.note),
+                f"`{tables.one_line(s.command)}`" if s.command else "",
+                tables.one_line(s.note),
             ]
             for s in self.steps.values()
         ]
@@ -166,7 +167,7 @@ class Report:
         parts += [common.markdown_table(["fact", "value"], facts)]
         parts += ["## Steps", common.markdown_table(header, rows)]
         if self.bench.get("facts"):
-            parts += [gpu_tables.markdown(self.bench)]
+            parts += [tables.markdown(self.bench)]
         for step in self.steps.values():
             if step.status not in ("ok", "skipped"):
                 parts += [f"## Output of {step.name}", f"```text\n{step.tail}\n```"]
@@ -245,7 +246,7 @@ def backends(options: argparse.Namespace) -> list[str]:
 
 def facts(report: Report, limit: float) -> Step:
     """Ask, in a process of its own, what this runs on."""
-    command = python("benchmarks/replays.py", str(report.options.device))
+    command = python("benchmarks/gpu/replays.py", str(report.options.device))
     step, text = run(report, "facts", command, limit)
     lines = text.strip().splitlines()
     if step.status == "ok" and lines:
@@ -288,15 +289,15 @@ def peers(report: Report, limit: float) -> Step:
     """Let other packages compile their kernels."""
     if report.options.device.type != "cuda":
         return Step("peers", note="other packages' kernels need a GPU")
-    step, text = run(report, "peers", python("benchmarks/peers.py"), limit)
-    step.note = step.note or gpu_tables.one_line(text[-600:])
+    step, text = run(report, "peers", python("benchmarks/gpu/peers.py"), limit)
+    step.note = step.note or tables.one_line(text[-600:])
     return step
 
 
 def info(report: Report, limit: float) -> Step:
     """Ask the package what it has."""
     step, text = run(report, "info", python("-m", "specdec_ext", "info"), limit)
-    step.note = gpu_tables.one_line("; ".join(x for x in text.splitlines() if "backend" in x))
+    step.note = tables.one_line("; ".join(x for x in text.splitlines() if "backend" in x))
     return step
 
 
@@ -408,7 +409,7 @@ def bench(report: Report, limit: float) -> Step:
     """Run the benchmark and take its results in, whatever came of it."""
     options = report.options
     with tempfile.TemporaryDirectory() as place:
-        command = python("benchmarks/bench_gpu.py", "--device", str(options.device))
+        command = python("benchmarks/gpu/bench.py", "--device", str(options.device))
         command += ["--out", place, "--budget-s", f"{max(limit - 60, 1):.0f}"]
         step, _ = run(report, "bench", [*command, *shlex.split(options.bench)], limit)
         path = Path(place) / "gpu-bench.json"
@@ -416,9 +417,7 @@ def bench(report: Report, limit: float) -> Step:
             report.bench = json.loads(path.read_text())
     records = report.bench.get("records", [])
     counts = Counter(record["status"] for record in records)
-    marks = (
-        Counter(target["mark"] for target in gpu_tables.targets(report.bench)) if records else {}
-    )
+    marks = Counter(target["mark"] for target in tables.targets(report.bench)) if records else {}
     said = [f"{count} {name}" for name, count in [*counts.items(), *marks.items()]]
     step.note = f"{step.note} {', '.join(said) or 'nothing was measured'}".strip()
     return step
@@ -500,7 +499,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     workers = min(8, max(common.cores() // 2, 1))
     parser.add_argument("--workers", type=int, default=workers, help="of pytest-xdist")
     parser.add_argument("--sanitize", nargs="+", default=["cuda"], help="backends to sanitize")
-    parser.add_argument("--bench", default="--quick", help="arguments of bench_gpu.py")
+    parser.add_argument("--bench", default="--quick", help="arguments of bench.py")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the report")
     parser.add_argument("--suffix", default="", help="of the files' names")
     parser.add_argument("--merge", type=Path, nargs="+", help="JSON of earlier runs, in order")
@@ -522,7 +521,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         run_steps(report)
     if report.bench.get("records"):
-        print(f"\n{gpu_tables.targets_table(report.bench)}")
+        print(f"\n{tables.targets_table(report.bench)}")
     print(f"\nwrote {report.stem}.json, .md, .log")
     for step in report.steps.values():
         print(f"{step.name:<10} {step.status:<8} {step.seconds:6.0f} s  {step.note}"[:300])
