@@ -12,7 +12,7 @@ build       ``SPECDEC_CUDA=1 python setup.py build_ext --inplace`` against the t
             ``_host.*.so`` are put in place from there, and every step runs on them
 peers       what other packages compile at their first call, while the build runs
 info        ``python -m specdec_ext info``
-smoke       a few calls of every operator (python_tests/gpu_smoke.py)
+smoke       a few calls of every operator (python_tests/helpers/gpu_smoke.py)
 memcheck    compute-sanitizer over the same few calls; a tool that the machine refuses is said so,
 racecheck   with its own words
 tests       ``pytest -m gpu``; a kernel that breaks or hangs its process costs its own test only
@@ -73,7 +73,7 @@ import common  # noqa: E402
 from gpu import tables  # noqa: E402
 
 ROOT = common.ROOT
-TESTS = ROOT / "python_tests"
+HELPERS = ROOT / "python_tests" / "helpers"
 PACKAGE = ROOT / "specdec_ext"
 TAIL = 4000  # characters of a step's output in the report
 SANITIZER_FOUND = 99  # exit code of compute-sanitizer for errors in the program
@@ -181,7 +181,7 @@ class Report:
 
 def search_path() -> str:
     """Give a PYTHONPATH that finds the source tree's package first, then the tests' modules."""
-    paths = [str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(filter(None, paths))
 
 
@@ -303,7 +303,7 @@ def info(report: Report, limit: float) -> Step:
 
 def smoke_command(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Give the command of a few calls."""
-    script = TESTS / "gpu_smoke.py"
+    script = HELPERS / "gpu_smoke.py"
     return python(script, "--device", str(options.device), "--backends", *names)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import specdec_ext  # noqa: E402
 from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
 
-PATH = Path(__file__).resolve().parents[1] / "examples" / "compiled_loop.py"
+PATH = Path(__file__).resolve().parents[2] / "examples" / "compiled_loop.py"
 GAMMA = 3
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "specdec_ext"
+PACKAGE = Path(__file__).resolve().parents[2] / "specdec_ext"
 
 
 def modules(package: Path) -> dict[str, Path]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from families import models as tiny  # noqa: E402
 from families import modes  # noqa: E402
@@ -109,7 +109,7 @@ KINDS = {"trees": TREES, "static caches": STATIC, "early exit": EARLY_EXIT}
 
 
 def test_the_page_names_what_is_tested():
-    page = (Path(__file__).resolve().parents[1] / "docs" / "models.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
     rows = {}
     for line in page.splitlines():
         if line.startswith("| `"):

@@ -27,7 +27,7 @@ from specdec_ext.contract import rule_names
 from specdec_ext.ops import TREE_RULES
 from specdec_ext.testing import assert_tokens_match, filtered_law, make_case, make_tree_case
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from gpu import replays  # noqa: E402
 

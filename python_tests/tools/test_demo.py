@@ -23,7 +23,7 @@ import specdec_ext
 from specdec_ext import theory
 from specdec_ext.commands import demo, page
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 from specdec_ext import reference
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import baselines  # noqa: E402
 import bench_tree_attention as bench_trees  # noqa: E402

@@ -29,7 +29,7 @@ from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.ops import TREE_RULES
 from specdec_ext.testing import make_case, make_tree_case
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import common  # noqa: E402
 from gpu import bench as bench_gpu  # noqa: E402
@@ -743,18 +743,18 @@ def test_targets():
 
 def test_verbose_lines_of_pytest():
     text = """
-[gw0] [  1%] PASSED python_tests/test_gpu.py::test_a[cuda-plain]
-[gw1] [ 10%] FAILED python_tests/test_gpu.py::test_b[no draft law]
-[gw1] [ 10%] ERROR python_tests/test_gpu.py::test_a[cuda-plain]
-python_tests/test_gpu.py::test_c[x y] SKIPPED (needs a second GPU)       [ 50%]
-python_tests/test_gpu.py::test_d PASSED                                  [100%]
-SKIPPED [1] python_tests/test_gpu.py:48: needs a second GPU
+[gw0] [  1%] PASSED python_tests/backends/test_gpu.py::test_a[cuda-plain]
+[gw1] [ 10%] FAILED python_tests/backends/test_gpu.py::test_b[no draft law]
+[gw1] [ 10%] ERROR python_tests/backends/test_gpu.py::test_a[cuda-plain]
+python_tests/backends/test_gpu.py::test_c[x y] SKIPPED (needs a second GPU)       [ 50%]
+python_tests/backends/test_gpu.py::test_d PASSED                                  [100%]
+SKIPPED [1] python_tests/backends/test_gpu.py:48: needs a second GPU
 """
     assert gpu_report.test_outcomes(text) == {
-        "python_tests/test_gpu.py::test_a[cuda-plain]": "ERROR",
-        "python_tests/test_gpu.py::test_b[no draft law]": "FAILED",
-        "python_tests/test_gpu.py::test_c[x y]": "SKIPPED",
-        "python_tests/test_gpu.py::test_d": "PASSED",
+        "python_tests/backends/test_gpu.py::test_a[cuda-plain]": "ERROR",
+        "python_tests/backends/test_gpu.py::test_b[no draft law]": "FAILED",
+        "python_tests/backends/test_gpu.py::test_c[x y]": "SKIPPED",
+        "python_tests/backends/test_gpu.py::test_d": "PASSED",
     }
 
 
@@ -892,7 +892,7 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     arguments = "--device cpu --budget-s 900 --workers 1 --sanitize cpu --steps".split()
     arguments += "peers smoke tests memcheck bench".split()
     arguments += ["--out", str(out)]
-    arguments += ["--tests", "python_tests/test_gpu.py -k 'present or test_uniforms'"]
+    arguments += ["--tests", "python_tests/backends/test_gpu.py -k 'present or test_uniforms'"]
     bench = "--quick --vocab 300 --batch 1 --gamma 2 --cell-s 0 --seed 3 --drafter dense"
     arguments += ["--bench", f"{bench} --contestants 'cpu token' eager 'eager topk' read"]
     code = gpu_report.main(arguments)

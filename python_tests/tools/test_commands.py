@@ -104,7 +104,7 @@ def test_one_gamma_of_several(status):
 
 def test_the_exit_code_of_the_process():
     line = [sys.executable, "-m", "specdec_ext", "check", "--gamma", "0"]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 2, done.stderr
     assert done.stderr == "check: --gamma must be in [1, 65534], got 0\n" and not done.stdout
 

@@ -275,7 +275,7 @@ def test_the_example(tmp_path):
     for folder in folders:
         T5ForConditionalGeneration(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     command = [sys.executable, root / "examples" / "translate.py", *folders, "one text", "two"]
     environment = {**os.environ, "PYTHONPATH": str(Path(specdec_ext.__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)

@@ -20,7 +20,7 @@ import specdec_ext
 from specdec_ext import backend
 from specdec_ext._host import build_info
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "specdec_ext"
 BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
 VARIANTS = backend.cpu_variants()

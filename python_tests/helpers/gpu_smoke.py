@@ -1,6 +1,6 @@
 """A few calls of every operator, compared with the reference: for sanitizers and foreign libraries.
 
-    python python_tests/gpu_smoke.py --device cuda:0 --backends cuda triton
+    python python_tests/helpers/gpu_smoke.py --device cuda:0 --backends cuda triton
 
 Small on purpose: under compute-sanitizer each launch costs much. Nothing but copies runs on the
 device beside the operators.

@@ -1,6 +1,6 @@
 """Fuzz all operators: any shapes, strides, dtypes, parameters and values, beside unreadable pages.
 
-    python python_tests/fuzz.py --examples 20000 --seed 7    # more than CI does, and other cases
+    python python_tests/helpers/fuzz.py --examples 20000 --seed 7    # more and other cases than CI
 
 A process of its own, because a read out of bounds ends it. `test_fuzz.py` runs a bounded, fixed
 part. Every tensor touches a page that cannot be read (guard.py). A call with arguments as they must

@@ -35,7 +35,7 @@ RESULTS = {
 }
 # What returns a single tensor that is not called like the operator.
 RETURNS = {"compact_kv": "status", "tree_attention": "out"}
-LIBRARY = Path(__file__).parents[1] / "csrc" / "library.cpp"
+LIBRARY = Path(__file__).parents[2] / "csrc" / "library.cpp"
 
 REQUIRED = inspect.Parameter.empty
 

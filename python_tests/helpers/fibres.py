@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
 
 # Block sizes. A warp is a block at 32; at 128, warps go their own ways between barriers.
