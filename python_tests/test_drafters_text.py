@@ -477,7 +477,7 @@ class FirstRowOnly(UniformDrafter):
         (lambda: NgramDrafter(5, texts=[[1, 5]]), ValueError, r"ids of text 0 .* \[0, 4\], got 5"),
         (lambda: NgramDrafter(5, texts=[[1], [-1]]), ValueError, r"text 1 .* \[0, 4\], got -1"),
         (lambda: StackedDrafter(), ValueError, "at least one"),
-        (lambda: StackedDrafter(NoDrafter()), TypeError, r"NoDrafter has no hear\(\)"),
+        (lambda: StackedDrafter(NoDrafter()), TypeError, r"NoDrafter has no observe\(\)"),
         (
             lambda: StackedDrafter(NgramDrafter(4), LookupDrafter(), continued=True),
             TypeError,
