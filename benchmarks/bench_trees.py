@@ -35,6 +35,7 @@ from specdec_ext import ops, reference, theory
 from specdec_ext.contract import rule_names
 from specdec_ext.decoding import GrownTree, StaticTree, sequoia_tree
 from specdec_ext.decoding.cache import CachedModel
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Requests
 from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
 from specdec_ext.decoding.trees import TreeDraft
@@ -121,7 +122,7 @@ class Context:
         seen, depths = tree_view(draft.parents)
         self.target.begin_tree()
         logits = self.target.forward_nodes(draft.tokens, seen, depths)
-        self.target.rollback([nodes] * batch, torch.full((batch,), nodes))
+        self.target.rollback(Counts.full(batch, nodes, logits.device))
         return logits
 
 

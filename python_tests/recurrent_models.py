@@ -226,9 +226,9 @@ class WholeText:
             rows.append(logits[:, -1 if last_only else -len(more) :])
         return torch.cat(rows)
 
-    def rollback(self, drop: Any, drop_tensor: Any, *, across_holes: bool = False) -> None:
+    def rollback(self, drop: Any, *, across_holes: bool = False) -> None:
         """Forget the last tokens."""
-        self.texts = [text[: len(text) - n] for text, n in zip(self.texts, drop, strict=True)]
+        self.texts = [text[: len(text) - n] for text, n in zip(self.texts, drop.host, strict=True)]
 
     def select(self, rows: Any, indices: Any) -> None:
         """Keep only these rows."""

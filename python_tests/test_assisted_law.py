@@ -57,7 +57,7 @@ def ours(target, drafter, draws: int) -> torch.Tensor:
         target, drafter, torch.tensor([PROMPT]).repeat(draws, 1), max_new_tokens=3, gamma=2,
         seeds=torch.arange(draws) * 7919, eos_token_id=(), **FILTERS,
     )  # fmt: skip
-    assert 0.2 < statistics.acceptance_rate < 0.95
+    assert 0.2 < statistics.accepted_of_tested < 0.95
     return count(found[:, len(PROMPT) :][:, :2])
 
 

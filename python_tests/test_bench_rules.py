@@ -48,7 +48,7 @@ def test_smoke(tmp_path, capsys):
         plain = record["rule"] == "plain"
         assert 1 <= record["tokens_per_call"] <= (1 if plain else 9)
         assert record["ms_per_token"] > 0 and record["nats"] < 0
-        assert (record["acceptance_rate"] is None) == plain
+        assert (record["accepted_of_tested"] is None) == plain
     with path.with_suffix(".csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == len(records)
     out = capsys.readouterr().out

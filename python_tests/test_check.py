@@ -11,6 +11,7 @@ from generate_models import pair as random_pair
 
 from specdec_ext import check
 from specdec_ext.decoding import cache
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.demo import Pair, Prompt
 
 
@@ -62,9 +63,9 @@ def test_every_way_is_compared():
 def test_a_wrong_rollback_is_a_bug(monkeypatch, law):
     rollback = cache.CachedModel.rollback
 
-    def off_by_one(self, drop, drop_tensor):
-        less = [max(n - 1, 0) for n in drop]
-        rollback(self, less, torch.tensor(less))
+    def off_by_one(self, drop):
+        less = [max(n - 1, 0) for n in drop.host]
+        rollback(self, Counts.on(drop.device.device, less))
 
     monkeypatch.setattr(cache.CachedModel, "rollback", off_by_one)
     found = verdicts(models(), "--gamma", "4")

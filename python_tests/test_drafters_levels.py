@@ -25,6 +25,7 @@ from specdec_ext.decoding import (
     StackedDrafter,
     UniformDrafter,
 )
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters.restarted import Restarted
 
 # --- gamma policies ---------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def test_a_stack_that_takes_tokens_back_drafts_as_one_started_again(name):
     # The first run also asks the models how their rows may lie: it is not counted.
     (*rolled_back, tokens), (*restarted, tokens_again) = results[1:]
     assert torch.equal(rolled_back[0], restarted[0]) and rolled_back[1:] == restarted[1:]
-    assert 0.1 < statistics.acceptance_rate < 0.9
+    assert 0.1 < statistics.accepted_of_tested < 0.9
     assert tokens < 0.6 * tokens_again or name == "stack in a stack"  # which never asks the model
 
 
@@ -273,7 +274,7 @@ def test_greedy_equals_plain_decoding(name):
         target, None, ids, attention_mask=mask, max_new_tokens=[40, 12, 40, 25], pad_token_id=0,
         eos_token_id=(),
     ).sequences  # fmt: skip
-    assert torch.equal(sequences, plain) and 0 < statistics.acceptance_rate < 1
+    assert torch.equal(sequences, plain) and 0 < statistics.accepted_of_tested < 1
 
 
 def test_a_model_in_a_stack_is_filled_once():
@@ -311,12 +312,12 @@ class NeverTold:
         steps = torch.arange(1, gamma + 1)
         return specdec_ext.decoding.Draft((self.last[:, None] + steps) % self.vocabulary)
 
-    def commit(self, tokens, accepted, num_accepted):
-        self.last = tokens.gather(1, num_accepted.long()[:, None])[:, 0]
+    def commit(self, tokens, accepted):
+        self.last = tokens.gather(1, accepted.device.long()[:, None])[:, 0]
 
-    def hear(self, tokens, gained, num_gained):
-        told = (num_gained.long()[:, None] - 1).clamp(min=0)
-        self.last = torch.where(num_gained > 0, tokens.gather(1, told)[:, 0], self.last)
+    def observe(self, tokens, gained):
+        told = (gained.device.long()[:, None] - 1).clamp(min=0)
+        self.last = torch.where(gained.device > 0, tokens.gather(1, told)[:, 0], self.last)
 
     def select(self, rows, indices):
         self.last = self.last[rows]
@@ -374,19 +375,19 @@ def test_a_reader_that_took_tokens_back_is_as_if_it_never_had_them(name, seed):
             texts = [texts[i] for i in rows]
         counts = random(4, len(rows)).tolist()
         tokens = random(4, len(rows), 3)
-        drafter.hear(tokens, counts, torch.tensor(counts))
+        drafter.observe(tokens, Counts(counts, torch.tensor(counts)))
         for text, row, n in zip(texts, tokens.tolist(), counts, strict=True):
             text += row[:n]
         drop = [int(random(min(len(text), 4) + 1, 1)) for text in texts]
         last = random(4, len(rows), 1)
-        drafter.revise(last, drop, torch.tensor(drop))
+        drafter.revise(last, Counts(drop, torch.tensor(drop)))
         for b, n in enumerate(drop):
             texts[b] = [*texts[b][: len(texts[b]) - n], int(last[b])]
         fresh = started(rows)
         for column in range(max(map(len, texts))):  # one by one, as plain decoding would
-            heard = [int(column < len(text)) for text in texts]
+            there = [int(column < len(text)) for text in texts]
             token = [[text[column] if column < len(text) else 0] for text in texts]
-            fresh.hear(torch.tensor(token), heard, torch.tensor(heard))
+            fresh.observe(torch.tensor(token), Counts(there, torch.tensor(there)))
         positions = torch.zeros(len(rows), dtype=torch.int64)
         found, expected = (d.propose(4, positions).tokens for d in (drafter, fresh))
         assert torch.equal(found, expected)
@@ -404,6 +405,6 @@ def test_aggressive_decoding_in_a_hierarchy_keeps_its_place(inputs):
         model, drafter, ids, max_new_tokens=[21, 9], gamma=8, eos_token_id=(), pad_token_id=0
     )
     assert found[0, 21:].tolist() == [*range(1, 22)]
-    assert statistics.rounds == 3 and statistics.acceptance_rate == 1.0
+    assert statistics.rounds == 3 and statistics.accepted_of_tested == 1.0
     # 8, 8 and 2 tokens in bursts of 4 + 1: of a drafter that lost its place, in bursts of 1.
     assert drafter.calls_by_level[0] == 2 + 2 + 1

@@ -18,6 +18,7 @@ from specdec_ext.decoding import (
     StackedDrafter,
     UniformDrafter,
 )
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters.model import ModelDrafter
 
 REPEATING = [1, 2, 3, 1, 2]  # a lookup proposes 3, 1, 2, 3, ...
@@ -61,7 +62,9 @@ def start(drafter, ids, *, greedy=True, needs_law=False, seeds=None, mask=None):
 
 
 def commit(drafter, tokens, accepted):
-    drafter.commit(torch.tensor(tokens), accepted, torch.tensor(accepted, dtype=torch.int32))
+    drafter.commit(
+        torch.tensor(tokens), Counts(accepted, torch.tensor(accepted, dtype=torch.int32))
+    )
 
 
 # --- the law of what is emitted -------------------------------------------------------------------
@@ -92,7 +95,7 @@ def test_the_rows_are_those_that_were_sampled(rule, options):
         target, drafter, torch.tensor([[1, 2]] * 20), max_new_tokens=20, gamma=3, seeds=3,
         temperature=0.7, rule=rule, **options,
     )  # fmt: skip
-    assert statistics.acceptance_rate == 1.0
+    assert statistics.accepted_of_tested == 1.0
 
 
 def test_uniform_rows_survive_every_filter():
@@ -103,7 +106,7 @@ def test_uniform_rows_survive_every_filter():
             target, UniformDrafter(5), torch.tensor([[1]] * 50), max_new_tokens=12, gamma=3,
             seeds=1, temperature=0.5, **options,
         )  # fmt: skip
-        assert statistics.acceptance_rate == 1.0
+        assert statistics.accepted_of_tested == 1.0
         assert len(sequences[:, 1:].unique()) == 5
 
 
@@ -342,13 +345,15 @@ class WatchedStack(StackedDrafter):
             tokens, _, kinds = self.round
             self.round = Draft(tokens[rows], None, None if kinds is None else kinds[rows])
 
-    def commit(self, tokens, accepted, num_accepted):
+    def commit(self, tokens, accepted):
         if self.round.kinds is not None:
-            for row, kinds, n in zip(self.round.tokens, self.round.kinds, accepted, strict=True):
+            for row, kinds, n in zip(
+                self.round.tokens, self.round.kinds, accepted.host, strict=True
+            ):
                 length = int((row >= 0).sum())
                 assert n == length or kinds[n] == 0
                 self.drawn += int(kinds[:n].sum())
-        super().commit(tokens, accepted, num_accepted)
+        super().commit(tokens, accepted)
 
 
 @pytest.mark.parametrize("continued", [False, True])
@@ -472,7 +477,7 @@ class FirstRowOnly(UniformDrafter):
         (lambda: NgramDrafter(5, texts=[[1, 5]]), ValueError, r"ids of text 0 .* \[0, 4\], got 5"),
         (lambda: NgramDrafter(5, texts=[[1], [-1]]), ValueError, r"text 1 .* \[0, 4\], got -1"),
         (lambda: StackedDrafter(), ValueError, "at least one"),
-        (lambda: StackedDrafter(NoDrafter()), TypeError, r"NoDrafter has no hear\(\)"),
+        (lambda: StackedDrafter(NoDrafter()), TypeError, r"NoDrafter has no observe\(\)"),
         (
             lambda: StackedDrafter(NgramDrafter(4), LookupDrafter(), continued=True),
             TypeError,

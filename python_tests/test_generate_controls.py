@@ -31,6 +31,7 @@ from specdec_ext.decoding import (
 )
 from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.chain_generation import ChainGeneration, last_tokens
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.processors import Processors
 from specdec_ext.decoding.stopping import Stops
 
@@ -214,8 +215,8 @@ def test_tokens_behind_an_end(monkeypatch, kind, plant):
 def test_overshoot(monkeypatch, new):
     """By up to gamma: drafts are as long as ever, and the last burst is kept whole."""
 
-    def emitted(self, b, row, accepted, status):
-        return row[: accepted + 1]
+    def emitted(self, b, outcome):
+        return outcome.tokens[: outcome.accepted + 1]
 
     monkeypatch.setattr(ChainGeneration, "_lengths", lambda self: self.policy.lengths())
     monkeypatch.setattr(ChainGeneration, "_emitted", emitted)
@@ -225,9 +226,9 @@ def test_overshoot(monkeypatch, new):
 def test_statistics_not_cut_with_the_output(monkeypatch):
     append = ChainGeneration._append
 
-    def wrong(self, i, row, length, accept_probs):
-        found = append(self, i, row, length, accept_probs)
-        missing = min(row[-2], length) - found.accepted  # accepted behind the end
+    def wrong(self, i, outcome, length, accept_probs):
+        found = append(self, i, outcome, length, accept_probs)
+        missing = min(outcome.accepted, length) - found.accepted  # accepted behind the end
         for n in range(found.accepted, found.accepted + missing):
             self.statistics.tested[n] += 1
             self.statistics.passed[n] += 1
@@ -320,8 +321,9 @@ def test_empty_slots_reach_the_embedding(monkeypatch):
 def test_empty_slots_are_taken_for_the_last_token(monkeypatch):
     """The last column of the verified tokens is -1 in every row that rejected."""
 
-    def last(history, last, last_tensor, width):
-        return last_tokens(history, [history.shape[1] - 1] * len(last), last_tensor, width)
+    def last(history, last, width):
+        end = Counts([history.shape[1] - 1] * len(last.host), last.device)
+        return last_tokens(history, end, width)
 
     monkeypatch.setattr("specdec_ext.decoding.chain_generation.last_tokens", last)
     must_fail(check_greedy)
@@ -332,7 +334,7 @@ def test_empty_slots_are_taken_for_the_last_token(monkeypatch):
 
 def test_acceptance_rate_by_drafted_tokens(monkeypatch):
     rate = property(lambda self: self.accepted / self.drafted)
-    monkeypatch.setattr(Statistics, "acceptance_rate", rate)
+    monkeypatch.setattr(Statistics, "accepted_of_tested", rate)
     must_fail(check_example_by_hand)
 
 
@@ -362,7 +364,7 @@ def test_the_baselines_tokens_counted_differently(monkeypatch, kind):
     def wrong(self):
         sequences, statistics = result(self)
         if statistics.drafted == 0:  # plain decoding
-            width = sequences.shape[1] - self.prompts.shape[1]
+            width = sequences.shape[1] - self.settings.prompts.shape[1]
             statistics.new_tokens = [
                 width if kind == "padding counted" else n - (b in self.ended)
                 for b, n in enumerate(statistics.new_tokens)

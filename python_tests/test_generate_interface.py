@@ -110,7 +110,7 @@ def test_no_request_and_no_new_token(models):
     assert specdec_ext.generate(target, draft, none, temperature=1.0).statistics.rounds == 0
     sequences, statistics = specdec_ext.generate(target, draft, IDS, max_new_tokens=0)
     assert torch.equal(sequences, IDS)
-    assert statistics.rounds == 0 and math.isnan(statistics.acceptance_rate)
+    assert statistics.rounds == 0 and math.isnan(statistics.accepted_of_tested)
     sequences, statistics = specdec_ext.generate(target, draft, IDS, max_new_tokens=[0, 3])
     assert statistics.new_tokens == [0, 3]
 
@@ -198,7 +198,7 @@ class Script:
     def propose(self, gamma, positions, go_on=None):
         return Draft(torch.tensor([next(self.rounds)], dtype=torch.int64)[:, :gamma])
 
-    def commit(self, tokens, accepted, num_accepted):
+    def commit(self, tokens, accepted):
         pass
 
     def select(self, rows, indices):
@@ -240,7 +240,7 @@ def check_example_by_hand():
     assert statistics.rejected == 2
     assert statistics.bonus == 2  # 8 and 10: the bonus of the last round lies behind the stop
     assert statistics.tokens_per_target_call == 12 / 5
-    assert statistics.acceptance_rate == 8 / 10
+    assert statistics.accepted_of_tested == 8 / 10
     assert statistics.mean_accepted_length == 8 / 5
     assert statistics.histogram == [1, 1, 2, 1]
     assert statistics.tested == [5, 3, 2]
@@ -285,7 +285,7 @@ def test_statistics_add_up_and_go_to_json(models):
     assert both.new_tokens == [9, 9, 9, 9]
     assert both.decode_seconds == pytest.approx(sum(run.decode_seconds for run in runs))
     assert json.loads(json.dumps(both.as_dict(), allow_nan=False))["rounds"] == both.rounds
-    assert Statistics(2).as_dict()["acceptance_rate"] is None
+    assert Statistics(2).as_dict()["accepted_of_tested"] is None
     assert Statistics(2).__add__(1) is NotImplemented
 
 

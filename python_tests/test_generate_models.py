@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import specdec_ext
 from specdec_ext import ops
 from specdec_ext.decoding.cache import CachedModel
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.layers import GrowingLayer
 
@@ -33,7 +34,7 @@ def test_greedy_equals_plain_generate(architecture, lengths):
         target, draft, ids, attention_mask=mask, max_new_tokens=NEW, gamma=4
     )
     assert torch.equal(sequences, greedy(target, ids, mask))
-    assert 0 < statistics.acceptance_rate < 1  # the comparison saw rejections and acceptances
+    assert 0 < statistics.accepted_of_tested < 1  # the comparison saw rejections and acceptances
     plain, statistics = specdec_ext.generate(
         target, None, ids, attention_mask=mask, max_new_tokens=NEW
     )
@@ -267,8 +268,8 @@ def test_the_cache_stays_small(monkeypatch):
     slots = []
     rollback = CachedModel.rollback
 
-    def watched(self, drop, drop_tensor):
-        rollback(self, drop, drop_tensor)
+    def watched(self, drop):
+        rollback(self, drop)
         slots.append((self.slots, max(self.lengths)))
 
     monkeypatch.setattr(CachedModel, "rollback", watched)
@@ -314,7 +315,7 @@ def outcome(target, draft, ids, mask):
         )
     except (specdec_ext.decoding.GenerationError, IndexError, RuntimeError) as error:
         return error
-    return sequences, statistics.acceptance_rate
+    return sequences, statistics.accepted_of_tested
 
 
 @pytest.mark.parametrize("off", [-1, 1])
@@ -325,8 +326,9 @@ def test_control_crop_off_by_one(monkeypatch, off, lengths):
     right = outcome(target, draft, ids, mask)
     rollback = CachedModel.rollback
 
-    def wrong(self, drop, drop_tensor):
-        rollback(self, [max(n + off, 0) for n in drop], (drop_tensor + off).clamp(min=0))
+    def wrong(self, drop):
+        moved = [max(n + off, 0) for n in drop.host]
+        rollback(self, Counts(moved, (drop.device + off).clamp(min=0)))
 
     monkeypatch.setattr(CachedModel, "rollback", wrong)
     found = outcome(target, draft, ids, mask)

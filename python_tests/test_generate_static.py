@@ -55,7 +55,7 @@ def test_greedy_equals_plain_generate(monkeypatch, architecture, lengths):
         target, draft, ids, attention_mask=mask, max_new_tokens=NEW, gamma=4, static_cache=True
     )
     assert torch.equal(sequences, greedy(target, ids, mask, NEW))
-    assert 0 < statistics.acceptance_rate < 1
+    assert 0 < statistics.accepted_of_tested < 1
     slots = (7 + NEW + 4 + 1) * 4 // 3
     assert shapes == {(slots, slots)}
 

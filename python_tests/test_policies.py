@@ -96,6 +96,9 @@ class Stream:
                 for row in rates
             ]
             self.spend(1 + self.growth * max(lengths) + self.setup * any(lengths))
+            if getattr(policy, "reads_alpha", False):
+                tested = zip(lengths, accepted, strict=True)
+                policy.learn_alpha([[1.0] * n + [0.0] * (n < length) for length, n in tested])
             policy.commit(lengths, accepted)
             self.round += 1
             tokens += sum(accepted) + self.batch

@@ -424,7 +424,7 @@ def test_the_law_under_a_processor_that_counts(kind, monkeypatch):
     monkeypatch.setattr(specdec_ext, "generate", counting)
     assert p_value(target, drafter, [alternates], 3, gamma=2, draws=600) > 1e-6
     if kind != "lookup":
-        assert counts["kept"].statistics.acceptance_rate > 0.5
+        assert counts["kept"].statistics.accepted_of_tested > 0.5
 
 
 def test_a_draft_under_a_watermark_is_accepted_as_often_as_without(models):
@@ -440,7 +440,7 @@ def test_a_draft_under_a_watermark_is_accepted_as_often_as_without(models):
             target, draft, ids, temperature=0.7, max_new_tokens=60, gamma=3, seeds=3,
             logits_processor=processors,
         )  # fmt: skip
-        rates.append(statistics.acceptance_rate)
+        rates.append(statistics.accepted_of_tested)
     assert rates[1] > rates[0] - 0.1
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import specdec_ext
 from specdec_ext import check
 from specdec_ext.decoding import continuation, hosting, recurrent
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters.early_exit import EarlyExitDrafter
 from specdec_ext.decoding.drafters.hierarchy import HierarchicalDrafter
 from specdec_ext.decoding.drafters.lookup import LookupDrafter
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def rolled(host, drop, **how):
-    host.rollback(drop, torch.tensor(drop), **how)
+    host.rollback(Counts.on(CPU, drop), **how)
 
 
 # --- models of transformers ---------------------------------------------------------------------
@@ -54,7 +55,7 @@ def test_greedy_is_that_of_the_forward_pass(kind):
             target, model, ids[:1], max_new_tokens=NEW, gamma=3, eos_token_id=()
         )
         assert torch.equal(alone.sequences, expected[:1])
-    assert 0 < statistics.acceptance_rate < 1  # rejections and acceptances were seen
+    assert 0 < statistics.accepted_of_tested < 1  # rejections and acceptances were seen
 
 
 def test_long_generation_runs_through_several_replays():
@@ -101,7 +102,7 @@ def test_a_model_drafts_for_itself_without_a_rejection():
         target, target, ids, attention_mask=mask, max_new_tokens=25, gamma=4, temperature=1.0,
         seeds=0, eos_token_id=(), rule="coupled",
     )  # fmt: skip
-    assert statistics.acceptance_rate == 1.0 and statistics.tokens_per_target_call == 5.0
+    assert statistics.accepted_of_tested == 1.0 and statistics.tokens_per_target_call == 5.0
 
 
 def test_one_model_serves_several_threads():
@@ -157,7 +158,7 @@ def test_trees_and_static_caches_are_refused(options):
     model, (attention, _) = small("mamba"), pair()
     ids, _ = prompts([4])
     for target, draft in ((model, attention), (attention, model)):
-        with pytest.raises(ValueError, match=r"MambaForCausalLM keeps a recurrent state.*chains"):
+        with pytest.raises(ValueError, match=r"MambaForCausalLM keeps .*recurrent state.*chains"):
             specdec_ext.generate(target, draft, ids, max_new_tokens=2, **options)
     host = RecurrentModel(model, torch.tensor([9]))
     with pytest.raises(ValueError, match="branches of a tree"):

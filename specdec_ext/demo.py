@@ -301,7 +301,7 @@ class Comparison:
     @property
     def formula(self) -> float:
         """What `theory.walltime_factor` makes of the measured alpha and c."""
-        return walltime_factor(self.speculative.acceptance_rate, self.gamma, self.draft_cost)
+        return walltime_factor(self.speculative.alpha, self.gamma, self.draft_cost)
 
 
 def _generate(
@@ -684,7 +684,7 @@ def _table(out: Page, runs: list[Comparison], hugging_face: float) -> None:
     out.line(rule, "faint")
     both("tokens per second", lambda found: f"{found.tokens_per_second:.1f}")
     both("tokens per target call", lambda found: f"{found.tokens_per_target_call:.2f}")
-    one("acceptance rate (alpha)", lambda run: _number(run.speculative.acceptance_rate))
+    one("acceptance rate (alpha)", lambda run: _number(run.speculative.alpha))
     both("time in the draft", share("draft"))
     both("time in the target", share("target"))
     both("time in verification", share("verify"))
@@ -768,7 +768,7 @@ def _report(
                 "speculative": run.speculative.as_dict(),
                 "speedup": run.speedup,
                 "formula_speedup": run.formula,
-                "alpha": run.speculative.acceptance_rate,
+                "alpha": run.speculative.alpha,
                 "c": run.draft_cost,
                 "target_call_cost_on_gamma_plus_1": run.block_cost,
             }

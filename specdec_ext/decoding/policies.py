@@ -341,8 +341,11 @@ class GradientAscent:
 
     In every round it takes a few steps up the gradient of `theory.walltime_factor` in gamma.
 
-    alpha is (accepted + 1) / (accepted + rejected + 2), so that no first round settles it. The
-    length is at least 1: nothing would be learnt any more without a draft.
+    alpha is (s + 1) / (n + 2) after n samples of sum s, so that no first round settles it. Under a
+    rule that tests tokens one by one, a sample is whether a tested token was accepted; under
+    ``"block"``, which accepts more than alpha says, it is sum_x min(p(x), q(x)) at that token, and
+    costs one more pass over the rows. The length is at least 1: nothing would be learnt any more
+    without a draft.
 
     Parameters
     ----------
@@ -367,12 +370,13 @@ class GradientAscent:
     >>> policy = GradientAscent(c=0.05)
     >>> policy.start(1)
     >>> for _ in range(200):
-    ...     policy.commit([5], [4])  # alpha 4/5
+    ...     policy.learn_alpha([[1, 1, 1, 1, 0]])  # one request, alpha 4/5
     >>> policy.lengths(), theory.optimal_gamma(0.8, 0.05)
     ([8], 8)
     """
 
     go_on: GoOn | None = None
+    reads_alpha = True  # the loop calls learn_alpha() before commit()
 
     def __init__(
         self, c: float, gamma: int = 5, limit: int = 20, *, rate: float = 2.0, steps: int = 10
@@ -382,33 +386,42 @@ class GradientAscent:
         self.c = number_in("GradientAscent: c", c, 0)
         self.rate = number_in("GradientAscent: rate", rate, 0)
         self.steps = integer("GradientAscent: steps", steps, low=0)
-        self._accepted: list[int] = []
-        self._tested: list[int] = []
+        self._sums: list[float] = []
+        self._samples: list[int] = []
         self._gammas: list[float] = []
 
     def start(self, batch: int) -> None:
         """Begin a generation, each request at the first length."""
-        self._accepted, self._tested = [0] * batch, [0] * batch
+        self._sums, self._samples = [0.0] * batch, [0] * batch
         self._gammas = [float(self.gamma)] * batch
 
     def lengths(self) -> list[int]:
         """Return the whole number next to where each request stands."""
         return [round(gamma) for gamma in self._gammas]
 
-    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count, and climb a few steps; a request that drafted nothing stays."""
-        for b, (offered, taken) in enumerate(zip(drafted, accepted, strict=True)):
-            if not offered:
+    def learn_alpha(self, samples: Sequence[Sequence[float]]) -> None:
+        """Take one round's samples of each request, and climb; without any, a request stays.
+
+        Parameters
+        ----------
+        samples : sequence of sequence of float
+            Numbers in [0, 1] whose mean is alpha, of each request: see `AlphaSamples`.
+        """
+        for b, found in enumerate(samples):
+            if not found:
                 continue
-            self._accepted[b] += taken
-            self._tested[b] += min(taken + 1, offered)
-            alpha = (self._accepted[b] + 1) / (self._tested[b] + 2)
+            self._sums[b] += sum(found)
+            self._samples[b] += len(found)
+            alpha = (self._sums[b] + 1) / (self._samples[b] + 2)
             for _ in range(self.steps):
                 slope = theory.walltime_gradient(alpha, self._gammas[b], self.c)
                 self._gammas[b] = min(max(self._gammas[b] + self.rate * slope, 1.0), self.limit)
 
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Take the round's counts, which say nothing that the samples do not."""
+
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
-        self._accepted = [self._accepted[b] for b in indices]
-        self._tested = [self._tested[b] for b in indices]
+        self._sums = [self._sums[b] for b in indices]
+        self._samples = [self._samples[b] for b in indices]
         self._gammas = [self._gammas[b] for b in indices]

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
-from specdec_ext.contract import rule_names
+from specdec_ext.contract import RULES, rule_names
+from specdec_ext.decoding.alpha import AlphaSamples
 from specdec_ext.decoding.checks import flag
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import (
     Draft,
     Drafter,
@@ -19,19 +21,20 @@ from specdec_ext.decoding.drafters import (
     Requests,
     RevisableDrafter,
     as_drafter,
+    asked_for_some,
     check_distinct,
     last_tokens,
-    only,
 )
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.drafters.proposals import Proposals
 from specdec_ext.decoding.drafters.restarted import Restarted
 from specdec_ext.decoding.policies import GammaPolicy, as_policy
+from specdec_ext.decoding.transfer import Transfer
 
 __all__ = ["HierarchicalDrafter"]
 
 # Rules under which what a round emits is distributed by the medium model's rows.
-RULES = rule_names(chains=True, lossless=True, reads_draft_law=True)
+OWN_RULES = rule_names(chains=True, lossless=True, reads_draft_law=True)
 # The most inner rounds of one call of `propose`: their keys are position * MOST_ROUNDS + number.
 MOST_ROUNDS = 1024
 
@@ -124,13 +127,13 @@ class HierarchicalDrafter(ModelDrafter):
         refill: bool = False,
     ) -> None:
         policy = as_policy("HierarchicalDrafter: gamma", gamma, low=1)
-        if rule not in RULES:
-            known = " or ".join(map(repr, RULES))
+        if rule not in OWN_RULES:
+            known = " or ".join(map(repr, OWN_RULES))
             raise ValueError(f"HierarchicalDrafter: rule must be {known}, got {rule!r}")
         super().__init__(model)
         drafter: Any = as_drafter(draft, "HierarchicalDrafter: draft")
         self.draft: RevisableDrafter | Restarted
-        revisable = hasattr(drafter, "revise") and hasattr(drafter, "hear")
+        revisable = hasattr(drafter, "revise") and hasattr(drafter, "observe")
         self.draft = drafter if revisable else Restarted(drafter)
         self.policy = policy
         self.rule = rule
@@ -166,6 +169,7 @@ class HierarchicalDrafter(ModelDrafter):
         self._ends = requests.ends.tolist()
         self._found = Proposals([0] * len(self._ends), ids.device)
         self.policy.start(len(self._ends))
+        self._alpha = AlphaSamples(RULES[self._rule_of(self._level)], self.policy, measured=False)
 
     def propose(  # type: ignore[override]  # it cannot go on behind others' tokens
         self, gamma: int, positions: Tensor, go_on: GoOn | None = None
@@ -191,9 +195,10 @@ class HierarchicalDrafter(ModelDrafter):
         """Return how long each text is, with what this level has emitted or been told of."""
         assert self._cached is not None, "start() comes first"
         missing = self._missing.shape[1]
-        heard = [sum(n) for n in zip(*(heard.gained for heard in self._heard), strict=True)]
         lengths = [n + missing for n in self._cached.lengths]
-        return [n + m for n, m in zip(lengths, heard, strict=True)] if heard else lengths
+        for _, gained in self._observed:
+            lengths = [n + m for n, m in zip(lengths, gained.host, strict=True)]
+        return lengths
 
     def _room(self) -> list[int]:
         """Return how many draft tokens still fit into each request before a final token."""
@@ -226,15 +231,22 @@ class HierarchicalDrafter(ModelDrafter):
             logits = self._level.process(logits, draft.tokens)
         tokens, num_accepted = self._verify(logits, draft, lengths, positions)
         drafted = (draft.tokens >= 0).long().cumprod(1).sum(1)
-        rows = torch.cat([tokens, num_accepted[:, None], drafted[:, None]], 1).tolist()
-        accepted = [row[-2] for row in rows]
+        overlaps = self._alpha.overlaps(logits, draft, self._level.filters) if asked else None
+        rows = Transfer.pack(
+            tokens, num_accepted, drafted, *([] if overlaps is None else [overlaps])
+        ).unpack()
+        accepted = Counts([row[1] for row in rows], num_accepted)
+        bursts = [row[0][: row[1] + 1] for row in rows]
         if asked:
-            drafts = zip(rows, lengths, strict=True)
-            self.policy.commit([min(row[-1], length) for row, length in drafts], accepted)
-        self._cached.rollback([gamma - n for n in accepted], gamma - num_accepted)
-        self.draft.commit(tokens, accepted, num_accepted)
-        self._missing = last_tokens(tokens, accepted, num_accepted, 1)
-        found.add(tokens, logits, [row[: n + 1] for row, n in zip(rows, accepted, strict=True)])
+            counts = [min(row[2], length) for row, length in zip(rows, lengths, strict=True)]
+            for (_, taken, _, *measured), count in zip(rows, counts, strict=True):
+                self._alpha.add(taken, taken < count, *measured)
+            self._alpha.end_round()
+            self.policy.commit(counts, accepted.host)
+        self._cached.rollback(gamma - accepted)
+        self.draft.commit(tokens, accepted)
+        self._missing = last_tokens(tokens, accepted, 1)
+        found.add(tokens, logits, bursts)
 
     def _draft_lengths(self, found: Proposals) -> list[int]:
         """Return how many tokens each request may draft; 0 where it has all its tokens already."""
@@ -245,21 +257,23 @@ class HierarchicalDrafter(ModelDrafter):
         """Have the drafter propose so many tokens."""
         go_on = self.policy.go_on
         if go_on is not None and min(lengths) == 0:
-            go_on = only(torch.tensor(lengths, device=positions.device) > 0, go_on)
+            go_on = asked_for_some(go_on, torch.tensor(lengths, device=positions.device) > 0)
         return self.draft.propose(max(lengths), positions, go_on)
 
     def _keys(self, positions: Tensor, number: int, found: Proposals) -> Tensor:
         """Return the positions that key an inner round's randomness: each round has its own."""
         if self._level.coupled:  # races are keyed by the position of the token itself
-            return positions + found.heard_tensor
+            return positions + found.lengths.device
         return positions * MOST_ROUNDS + number
+
+    def _rule_of(self, level: Requests) -> str:
+        return "greedy" if level.greedy else "coupled" if level.coupled else self.rule
 
     def _verify(
         self, logits: Tensor, draft: Draft, lengths: list[int], positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the burst ``[B, G + 1]`` and how many of its tokens were accepted."""
         level, gamma = self._level, draft.tokens.shape[1]
-        rule = "greedy" if level.greedy else "coupled" if level.coupled else self.rule
         limits = None
         if min(lengths) < gamma:
             limits = torch.tensor(lengths, device=logits.device).clamp(max=gamma)
@@ -272,45 +286,38 @@ class HierarchicalDrafter(ModelDrafter):
             seeds=level.seeds,
             positions=positions,
             stream=level.stream,
-            rule=rule,
+            rule=self._rule_of(level),
             **level.filters,
         )
         return verified.tokens, verified.num_accepted
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Roll every level back to what was accepted, and take the final token."""
-        found = self._found
-        drop = [n - kept for n, kept in zip(found.heard, accepted, strict=True)]
-        before = [n - m for n, m in zip(self._lengths(), found.heard, strict=True)]
-        gained = [n + 1 for n in accepted]
-        text = self._longer(before, tokens, gained, num_accepted + 1)
-        self.revise(text, drop, found.heard_tensor - num_accepted)
+        emitted = self._found.lengths
+        before = [n - m for n, m in zip(self._lengths(), emitted.host, strict=True)]
+        self.revise(self._longer(before, tokens, accepted + 1), emitted - accepted)
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Take in, on every level, tokens that were emitted in rounds of other drafters."""
-        self._text = self._longer(self._lengths(), tokens, gained, num_gained)
-        super().hear(tokens, gained, num_gained)
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Take note, on every level, of tokens that were emitted in rounds of other drafters."""
+        self._text = self._longer(self._lengths(), tokens, gained)
+        super().observe(tokens, gained)
         if isinstance(self.draft, Restarted):
             self.draft.restart(self._text)
         else:
-            self.draft.hear(tokens, gained, num_gained)
+            self.draft.observe(tokens, gained)
 
-    def _longer(
-        self, lengths: list[int], tokens: Tensor, gained: Sequence[int], num_gained: Tensor
-    ) -> Tensor:
-        """Return each text, now ``lengths[b]`` long, with the first ``gained[b]`` of ``tokens``."""
+    def _longer(self, lengths: list[int], tokens: Tensor, gained: Counts) -> Tensor:
+        """Return each text, now ``lengths[b]`` long, with the first ``gained`` of ``tokens``."""
         known = self._text.shape[1]
-        longest = max(n + m for n, m in zip(lengths, gained, strict=True))
-        last = [known - 1 + n for n in gained]
-        short = max(longest - 1 - min(last), 0)  # columns by which the padding must grow
+        longest = max(n + m for n, m in zip(lengths, gained.host, strict=True))
+        short = max(longest - known - min(gained.host), 0)  # the padding grows by so many
         history = torch.nn.functional.pad(torch.cat([self._text, tokens], 1), (short, 0), value=-1)
-        last = [n + short for n in last]
-        return last_tokens(history, last, known - 1 + short + num_gained, longest)
+        return last_tokens(history, gained + (known - 1 + short), longest)
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+    def revise(self, text: Tensor, drop: Counts) -> None:
         """Take tokens back on every level, and take one in their place."""
-        super().revise(text, drop, drop_tensor)
-        self.draft.revise(text, drop, drop_tensor)
+        super().revise(text, drop)
+        self.draft.revise(text, drop)
         self._text = text
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from specdec_ext.decoding.checks import flag
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import (
     Draft,
     Drafter,
     GoOn,
     Requests,
     as_drafter,
+    asked_for_some,
     check_distinct,
-    only,
 )
 from specdec_ext.decoding.drafters.restarted import Restarted
 
@@ -27,19 +28,17 @@ __all__ = ["StackableDrafter", "StackedDrafter"]
 class StackableDrafter(Drafter, Protocol):
     """A drafter that can be told of tokens which came out of rounds of other drafters."""
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Take in tokens that it did not propose.
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Take note of tokens that it did not propose.
 
-        May be called without a `propose` before it, and several times in a round.
+        This may come without a `propose` before it, and several times in a round.
 
         Parameters
         ----------
         tokens : Tensor
-            ``[B, n]``: ``gained[b]`` tokens, then anything.
-        gained : sequence of int
-            How many tokens each request gained, 0 or more.
-        num_gained : Tensor
-            ``[B]``, the same numbers on the device.
+            ``[B, n]``: ``gained`` tokens, then anything.
+        gained : Counts
+            How many tokens each request gained; 0 is among them.
         """
 
 
@@ -47,12 +46,10 @@ class _Share(NamedTuple):
     """What one drafter proposed in a round, and how much of it went into the draft."""
 
     draft: Draft
-    used: list[int]  # how many of its tokens, from the first, are in each request's draft
-    num_used: Tensor  # [B], the same numbers on the device
+    used: Counts  # how many of its tokens, from the first, are in each request's draft
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> _Share:
-        draft = Draft(self.draft.tokens[rows])
-        return _Share(draft, [self.used[i] for i in indices], self.num_used[rows])
+        return _Share(Draft(self.draft.tokens[rows]), self.used.select(rows, indices))
 
 
 class StackedDrafter:
@@ -83,8 +80,8 @@ class StackedDrafter:
     Raises
     ------
     TypeError
-        A drafter without ``hear``, or, if ``continued``, a last one that cannot continue the
-        tokens of others (its ``propose`` takes no ``begun``).
+        A drafter without ``observe``, or, if ``continued``, a last one that cannot continue the
+        tokens of others.
     ValueError
         No drafter, or one of them twice.
 
@@ -111,16 +108,16 @@ class StackedDrafter:
         ]
         check_distinct("StackedDrafter: drafters", self)
         for drafter in self.drafters:
-            if not callable(getattr(drafter, "hear", None)):
+            if not callable(getattr(drafter, "observe", None)):
                 raise TypeError(
-                    f"StackedDrafter: {type(drafter).__name__} has no hear(), which tells it of "
+                    f"StackedDrafter: {type(drafter).__name__} has no observe(), which tells it of "
                     "rounds in which others drafted"
                 )
         last = self.drafters[-1]
-        if self.continued and "begun" not in inspect.signature(last.propose).parameters:
+        if self.continued and "prefix" not in inspect.signature(last.propose).parameters:
             raise TypeError(
                 f"StackedDrafter: {type(last).__name__} cannot go on behind others' tokens: its "
-                "propose() takes no begun"
+                "propose() takes no prefix"
             )
         self.drafters = [
             drafter if hasattr(drafter, "revise") else Restarted(drafter)
@@ -145,26 +142,27 @@ class StackedDrafter:
         without = torch.ones_like(positions, dtype=torch.bool)
         ahead = len(self.drafters) - self.continued
         for k, drafter in enumerate(self.drafters[:ahead]):
-            asked = None if go_on is None else only(without, go_on)
+            asked = None if go_on is None else asked_for_some(go_on, without)
             draft = drafter.propose(gamma, positions, asked)
             proposed = (draft.tokens >= 0).long().cumprod(1).sum(1)
-            num_used = torch.where(without, proposed, 0)
-            self._shares[k] = _Share(draft, num_used.tolist(), num_used)
+            used = torch.where(without, proposed, 0)
+            self._shares[k] = _Share(draft, Counts(used.tolist(), used))
             without = without & (proposed == 0)
             if self._served() == positions.shape[0]:
                 break
         merged = self._merged(positions)
         if self.continued and not _is_full(merged.tokens, gamma):
-            draft = self.drafters[-1].propose(gamma, positions, go_on, begun=merged.tokens)
-            width = draft.tokens.shape[1]
-            every = torch.full_like(positions, width)
-            self._shares[ahead] = _Share(draft, [width] * positions.shape[0], every)
+            draft = self.drafters[-1].propose(gamma, positions, go_on, prefix=merged.tokens)
+            every = Counts.full(positions.shape[0], draft.tokens.shape[1], positions.device)
+            self._shares[ahead] = _Share(draft, every)
             merged = self._merged(positions)
         return merged
 
     def _served(self) -> int:
         """Return how many requests have a draft."""
-        return sum(map(any, zip(*(share.used for share in self._shares.values()), strict=True)))
+        return sum(
+            map(any, zip(*(share.used.host for share in self._shares.values()), strict=True))
+        )
 
     def _merged(self, positions: Tensor) -> Draft:
         """Return one draft: at each place the token of the first drafter that has one there."""
@@ -175,10 +173,10 @@ class StackedDrafter:
         tokens = positions.new_full((batch, width), -1)
         kinds = torch.zeros_like(tokens, dtype=torch.int8)
         logits = torch.zeros(batch, width, max(sizes, default=0), device=positions.device)
-        for draft, _, num_used in shares:
+        for draft, used in shares:
             columns = slice(draft.tokens.shape[1])
             places = torch.arange(draft.tokens.shape[1], device=positions.device)
-            here = (places < num_used[:, None]) & (tokens[:, columns] < 0)
+            here = (places < used.device[:, None]) & (tokens[:, columns] < 0)
             tokens[:, columns] = torch.where(here, draft.tokens, tokens[:, columns])
             if draft.logits is None:
                 continue
@@ -189,35 +187,34 @@ class StackedDrafter:
             logits[:, columns, draft.logits.shape[2] :].masked_fill_(here[..., None], -torch.inf)
         return Draft(tokens, logits, kinds) if sizes else Draft(tokens)
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Tell each drafter how many of its own tokens were accepted, and what came after them."""
         for k, drafter in enumerate(self.drafters):
             if k not in self._shares:
-                drafter.hear(tokens, [n + 1 for n in accepted], num_accepted + 1)
+                drafter.observe(tokens, accepted + 1)
                 continue
-            draft, used, num_used = self._shares[k]
-            own = [min(n, m) for n, m in zip(accepted, used, strict=True)]
-            num_own = torch.minimum(num_accepted.long(), num_used)
+            draft, used = self._shares[k]
+            own = accepted.minimum(used)
             width = draft.tokens.shape[1] + 1
             missing = max(width - tokens.shape[1], 0)
             wide = torch.nn.functional.pad(tokens, (0, missing), value=-1)
-            drafter.commit(wide[:, :width], own, num_own)
-            more = [n - m for n, m in zip(accepted, own, strict=True)]
-            if any(more):
+            drafter.commit(wide[:, :width], own)
+            more = accepted - own
+            if any(more.host):
                 columns = torch.arange(1, tokens.shape[1], device=tokens.device)
-                index = (num_own[:, None] + columns).clamp(max=tokens.shape[1] - 1)
-                drafter.hear(tokens.gather(1, index), more, num_accepted - num_own)
+                index = (own.device[:, None] + columns).clamp(max=tokens.shape[1] - 1)
+                drafter.observe(tokens.gather(1, index), more)
         self._shares = {}
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
         """Pass on tokens that were emitted in rounds of drafters outside the stack."""
         for drafter in self.drafters:
-            drafter.hear(tokens, gained, num_gained)
+            drafter.observe(tokens, gained)
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+    def revise(self, text: Tensor, drop: Counts) -> None:
         """Have each drafter take tokens back, and take one in their place."""
         for drafter in self.drafters:
-            drafter.revise(text, drop, drop_tensor)
+            drafter.revise(text, drop)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
