@@ -84,7 +84,8 @@ def run_blocks(page: str, name: str) -> int:
     names: dict[str, object] = {"__name__": "__main__"}
     every = blocks(page)
     count = 0
-    for block, after in zip(every, [*every[1:], Block("", "", 0)], strict=True):
+    following = [*every, Block("", "", 0)][1:]
+    for block, after in zip(every, following, strict=True):
         if block.language != "python":
             continue
         count += 1
