@@ -9,7 +9,7 @@ import specdec_ext
 from specdec_ext import _host, contract, ops, reference
 from specdec_ext.contract import rule_names
 
-# What papers and DESIGN.md say of each rule; written out, so that no trait changes by accident.
+# What papers and docs/design.md say of each rule; written out: no trait changes by accident.
 TRAITS = {
     #              chains trees  lossless reads_q coins  races  stepwise raw
     "block":       (True,  False, True,    True,   True,  False, False,   False),

@@ -1,4 +1,7 @@
-"""Philox4x32-10 against Random123's published vectors, counters against DESIGN section 5."""
+"""Philox4x32-10 against Random123's published vectors; counters.
+
+These are laid out as docs/design.md, "Randomness", says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several drafters, one above the other: who has something to propose drafts."""
+"""Several drafters in order of preference: the first that has a proposal for a request drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["StackableDrafter", "StackedDrafter"]
 
 
 class StackableDrafter(Drafter, Protocol):
-    """A drafter that can be told of rounds in which others drafted."""
+    """A drafter that can be told of tokens which came out of rounds of other drafters."""
 
     def observe(self, tokens: Tensor, gained: Counts) -> None:
         """Take note of tokens that it did not propose.
@@ -43,7 +43,7 @@ class StackableDrafter(Drafter, Protocol):
 
 
 class _Share(NamedTuple):
-    """What one drafter proposed in a round."""
+    """What one drafter proposed in a round, and how much of it went into the draft."""
 
     draft: Draft
     used: Counts  # how many of its tokens, from the first, are in each request's draft
@@ -53,31 +53,35 @@ class _Share(NamedTuple):
 
 
 class StackedDrafter:
-    """The first drafter that proposes something for a request drafts for it.
+    """Asks several drafters in order; the first that has a proposal for a request drafts for it.
 
-    A drafter is asked only while some request has no draft yet: a small model under a lookup costs
-    nothing in rounds in which the lookup serves every request. All of them are told every token
-    that is emitted. One draft may hold deterministic and drawn tokens, each verified as what it is
-    (``Draft.kinds``); which drafter a request gets depends on whether there is a proposal, never on
-    a drawn token, so what is emitted is distributed as the target's own under every lossless rule.
-    The host waits for the device once for every drafter that is asked.
+    A drafter is asked only while some request has no draft yet: a small model after a lookup costs
+    nothing in rounds in which the lookup serves every request. All drafters are told of every token
+    that is emitted. One draft may hold deterministic tokens and sampled ones; each is verified as
+    what it is (``Draft.kinds``).
 
-    In a hierarchy each drafter takes tokens back by its own `RevisableDrafter.revise`: a model's
-    cache is rolled back, not filled again. One that has none is started again on the text.
+    The output keeps the target's law under every lossless rule: which drafter serves a request
+    depends on whether there is a proposal, never on the value of a sampled token. The host waits
+    for the device once for every drafter that is asked.
+
+    As a level of a hierarchy each drafter takes tokens back by its own `RevisableDrafter.revise`,
+    so that a model's cache is rolled back instead of being filled again. A drafter without that
+    method is started again on the text.
 
     Parameters
     ----------
     *drafters : torch.nn.Module or Drafter
-        The first one first; a model stands for the `ModelDrafter` that drives it.
+        In order of preference. A model stands for the `ModelDrafter` that drives it.
     continued : bool
-        Whether the last one goes on where the others' tokens end, up to gamma, for every request:
-        it runs over their tokens as if it had drawn them. It must be a model or a `NgramDrafter`.
+        Whether the last drafter continues the others' proposals up to gamma tokens, for every
+        request. It then runs over their tokens as if they were its own. It must be a model or a
+        `NgramDrafter`.
 
     Raises
     ------
     TypeError
-        A drafter that cannot be told of others' rounds or, if ``continued``, go on behind others'
-        tokens.
+        A drafter without ``observe``, or, if ``continued``, a last one that cannot continue the
+        tokens of others.
     ValueError
         No drafter, or one of them twice.
 
@@ -133,7 +137,7 @@ class StackedDrafter:
             drafter.start(requests)
 
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
-        """Propose up to ``gamma`` tokens a request; who samples asks ``go_on``."""
+        """Propose up to ``gamma`` tokens a request; the drafters that sample ask ``go_on``."""
         self._shares = {}
         without = torch.ones_like(positions, dtype=torch.bool)
         ahead = len(self.drafters) - self.continued
@@ -155,7 +159,7 @@ class StackedDrafter:
         return merged
 
     def _served(self) -> int:
-        """How many requests have a draft."""
+        """Return how many requests have a draft."""
         return sum(
             map(any, zip(*(share.used.host for share in self._shares.values()), strict=True))
         )
@@ -184,7 +188,7 @@ class StackedDrafter:
         return Draft(tokens, logits, kinds) if sizes else Draft(tokens)
 
     def commit(self, tokens: Tensor, accepted: Counts) -> None:
-        """Tell each drafter how far its own tokens went, and what came behind them."""
+        """Tell each drafter how many of its own tokens were accepted, and what came after them."""
         for k, drafter in enumerate(self.drafters):
             if k not in self._shares:
                 drafter.observe(tokens, accepted + 1)
@@ -203,7 +207,7 @@ class StackedDrafter:
         self._shares = {}
 
     def observe(self, tokens: Tensor, gained: Counts) -> None:
-        """Pass on what other drafters' rounds added."""
+        """Pass on tokens that were emitted in rounds of drafters outside the stack."""
         for drafter in self.drafters:
             drafter.observe(tokens, gained)
 
