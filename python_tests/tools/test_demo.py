@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import specdec_ext
-from specdec_ext import theory
+from specdec_ext import reference, theory
 from specdec_ext.commands import demo, page
+from specdec_ext.commands.pair import Pair, Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,6 +153,24 @@ def test_an_output_without_these_characters(pair):
     assert done.stdout.isascii()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_alpha_is_the_mean_overlap_of_the_laws_over_the_texts(pair, temperature):
+    models = [LlamaForCausalLM.from_pretrained(pair / name) for name in ("target", "draft")]
+    texts = [torch.randint(1, 200, (1, n)) for n in (9, 17)]
+    prompts = [Prompt("", "", text[:, :4]) for text in texts]
+    new = [text[0, 4:].tolist() for text in texts]
+    found = demo.mean_overlap(Pair(*models, None, []), prompts, new, temperature)
+    expected = []
+    for text in texts:
+        rows = [model(input_ids=text).logits[0, 3:-1].detach() for model in models]
+        expected += [
+            torch.minimum(*(reference.law(row, temperature) for row in both)).sum()
+            for both in zip(*rows, strict=True)
+        ]
+    assert len(expected) == 5 + 13
+    assert found == pytest.approx(float(torch.stack(expected).mean()), abs=1e-5)
+
+
 def test_json(here):
     status, output, _ = here("--json", "--rule=token", "--temperature=1", "--seed=3")
     assert status == 0
@@ -163,7 +182,7 @@ def test_json(here):
     for comparison in report["comparisons"]:
         spec = comparison["speculative"]
         assert spec["emitted"] == comparison["plain"]["emitted"] == 24
-        assert comparison["alpha"] == spec["accepted"] / (spec["accepted"] + spec["rejected"])
+        assert 0 < comparison["alpha"] < 1 and spec["alpha"] == spec["accepted_of_tested"]
         assert comparison["formula_speedup"] == pytest.approx(
             theory.walltime_factor(comparison["alpha"], 3, comparison["c"])
         )
