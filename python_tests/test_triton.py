@@ -273,7 +273,7 @@ def test_residual_weights_that_are_all_rounded_to_zero():
     launch = importlib.import_module("specdec_ext.triton.launch")
     probs = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]], device=TRITON.device)
     rows = launch.rows_of(probs.log())
-    laws = launch.compute_laws(launch.tiling(4), launch.batch_of(rows, launch.sampling_of()), 1)
+    laws = launch.compute_laws(launch.tiling(4), launch.batch_of(rows, launch.NO_SAMPLING), 1)
     assert laws.shape == (1, LAW_FIELDS.value)
     for u, expected in ((0.3, 0), (0.6, 1), (0.9, 3)):
         task = f64([[0, 1, 1.0, 0.0, 2, u]]).to(TRITON.device)
