@@ -79,13 +79,10 @@ _RULES_WITHOUT_RANDOMNESS = rule_names(ignores_sampling=True)
 # -------------------------------------------------------------------------------------------------
 
 
-#: The type of each argument, operator by operator, as the schemas in csrc/library.cpp say.
-_TYPES = {
-    op: {a.name: str(a.type) for a in getattr(torch.ops.specdec, op).default._schema.arguments}
-    for op in FAKES
-}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING_OF_BOTH = (*_SAMPLING, *(f"draft_{name}" for name in _SAMPLING))
 
-#: What an argument of such a type must be, in words and in Python.
+#: What an argument of a schema's type must be, in words and in Python.
 _WANTED: dict[str, tuple[str, tuple[type, ...]]] = {
     "Tensor": ("a Tensor", (Tensor,)),
     "Optional[Tensor]": ("a Tensor or None", (Tensor, type(None))),
@@ -96,8 +93,19 @@ _WANTED: dict[str, tuple[str, tuple[type, ...]]] = {
     "str": ("a str", (str,)),
 }
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_DRAFT_SAMPLING = tuple(f"draft_{name}" for name in _SAMPLING)
+
+def _schema_types(op: str) -> dict[str, str]:
+    arguments = getattr(torch.ops.specdec, op).default._schema.arguments
+    return {argument.name: str(argument.type) for argument in arguments}
+
+
+#: Operator by operator: the arguments that are passed on, with their types, and those that may be
+#: numbers and become tensors. From the schemas in csrc/library.cpp.
+_PASSED_ON = {
+    op: {name: t for name, t in _schema_types(op).items() if name not in _SAMPLING_OF_BOTH}
+    for op in FAKES
+}
+_EXPANDED = {op: [n for n in _SAMPLING_OF_BOTH if n in _schema_types(op)] for op in FAKES}
 
 
 def _kind(value: object) -> str:
@@ -181,15 +189,13 @@ def _call(
     ``arguments``, all that the schema names, change in place; ``requests`` is the one of them that
     has a row for each request.
     """
-    expanded = [n for n in (*_SAMPLING, *_DRAFT_SAMPLING) if n in arguments]
-    for name, value in arguments.items():
-        if name not in expanded:
-            _check_type(op, name, value, _TYPES[op][name])
+    for name, wanted in _PASSED_ON[op].items():
+        _check_type(op, name, arguments[name], wanted)
     batch, device = _batch(requests), next(iter(arguments.values())).device
     operators = resolve(op, backend, device)
     if "uniforms" in arguments:
         _randomness(op, arguments, generator, batch, device)
-    for name in expanded:
+    for name in _EXPANDED[op]:
         arguments[name] = _per_request(op, name, arguments[name], batch, device)
     return getattr(operators, op)(**arguments)
 
