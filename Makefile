@@ -62,7 +62,7 @@ $(NATIVE): $(READY) CMakeLists.txt $(wildcard csrc/*/CMakeLists.txt) $(SOURCES) 
 
 # One torch thread per worker: on two cores, two workers end sooner than two threads.
 test: $(NATIVE)
-	$(PY) python_tests/fibres.py
+	$(PY) python_tests/helpers/fibres.py
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8
 
 bench: $(NATIVE)
@@ -104,7 +104,7 @@ MODELS := generate_* drafters_* hf probe encoder_decoder* recurrent* assisted_la
 
 test-floor: $(NATIVE) $(TRANSFORMERS)/ready
 	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q -n auto --maxprocesses 8 \
-	  $(wildcard $(MODELS:%=python_tests/test_%.py))
+	  $(wildcard $(MODELS:%=python_tests/generation/test_%.py))
 
 $(TRITON)/ready: $(READY)
 	rm -rf $(@D)
@@ -113,7 +113,7 @@ $(TRITON)/ready: $(READY)
 
 triton-floor: $(NATIVE) $(TRITON)/ready
 	PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 \
-	  python_tests/test_triton_compile.py -k cuda-90
+	  python_tests/backends/test_triton_compile.py -k cuda-90
 
 torch-floor: $(READY)
 	$(PY) setup.py --quiet torch_floor

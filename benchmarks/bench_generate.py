@@ -32,9 +32,9 @@ from torch import Tensor
 from transformers import set_seed
 
 import specdec_ext
-from specdec_ext import check
+from specdec_ext.commands import check
+from specdec_ext.commands.pair import Pair, Prompt, find_prompts, left_padded, load_pair
 from specdec_ext.decoding import RenewalRule, Statistics
-from specdec_ext.demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -205,8 +205,8 @@ def summarize(
                 "speedup": plain / seconds(own, prompts),
                 "speedup_se": ratio_error(runs[PLAIN], own),
                 "tokens_per_target_call": None if total is None else total.tokens_per_target_call,
-                "acceptance_rate": (
-                    None if total is None or not total.drafted else total.acceptance_rate
+                "accepted_of_tested": (
+                    None if total is None or not total.drafted else total.accepted_of_tested
                 ),
                 "loop_percent": None if loop is None else 100 * loop,
             }
@@ -274,13 +274,13 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
             f"{r['tokens_per_second']:.0f}",
             f"{r['speedup']:.2f} ({cell(r['speedup_se'], '.2f')})",
             cell(r["tokens_per_target_call"], ".2f"),
-            cell(r["acceptance_rate"], ".2f"),
+            cell(r["accepted_of_tested"], ".2f"),
             cell(r["loop_percent"], ".1f"),
         ]
         for r in records
     ]
-    header = ["batch", "T", "contestant", "tokens/s", "speed-up (se)", "tokens a call", "alpha"]
-    return common.markdown_table([*header, "loop %"], rows)
+    header = ["batch", "T", "contestant", "tokens/s", "speed-up (se)", "tokens a call"]
+    return common.markdown_table([*header, "accepted of tested", "loop %"], rows)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

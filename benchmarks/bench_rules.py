@@ -36,9 +36,9 @@ from torch import Tensor
 
 import specdec_ext
 from specdec_ext import ops, theory
+from specdec_ext.commands.pair import Pair, Prompt, find_prompts, left_padded, load_pair
 from specdec_ext.contract import rule_names
 from specdec_ext.decoding import Burst, Statistics
-from specdec_ext.demo import Pair, Prompt, find_prompts, left_padded, load_pair
 
 LOSSLESS = rule_names(chains=True, lossless=True)
 #: At T = 0 every other rule is greedy.
@@ -87,7 +87,7 @@ class Result(NamedTuple):
         numbers = {
             "tokens_per_call": self.tokens_per_call.mean,
             "tokens_per_call_se": self.tokens_per_call.standard_error,
-            "acceptance_rate": self.acceptance,
+            "accepted_of_tested": self.acceptance,
             "ms_per_token": self.ms_per_token,
             "speedup": self.speedup,
             "speedup_se": self.speedup_error,
@@ -168,7 +168,7 @@ def count(
         torch.tensor(found.new_tokens).reshape(shape).sum(1),
         calls.reshape(shape).sum(1),
         logprobs(pair.target, sequences, mask).reshape(shape).sum(1),
-        found.acceptance_rate,
+        found.accepted_of_tested,
     )
 
 
@@ -304,7 +304,7 @@ def rules_table(results: Sequence[Result]) -> str:
         "T",
         "gamma",
         "tokens a call (se)",
-        "alpha",
+        "accepted of tested",
         "ms a token",
         "speed-up (se)",
         "nats (se)",

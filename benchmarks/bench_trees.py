@@ -32,14 +32,15 @@ from torch import Tensor
 
 import specdec_ext
 from specdec_ext import ops, reference, theory
+from specdec_ext.commands.pair import Pair, load_pair
 from specdec_ext.contract import rule_names
 from specdec_ext.decoding import GrownTree, StaticTree, sequoia_tree
 from specdec_ext.decoding.cache import CachedModel
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Requests
 from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
 from specdec_ext.decoding.trees import TreeDraft
-from specdec_ext.demo import Pair, load_pair
-from specdec_ext.testing_trees import TreeCase, assert_trees_match, post_order
+from specdec_ext.testing import TreeCase, assert_trees_match, post_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -121,7 +122,7 @@ class Context:
         seen, depths = tree_view(draft.parents)
         self.target.begin_tree()
         logits = self.target.forward_nodes(draft.tokens, seen, depths)
-        self.target.rollback([nodes] * batch, torch.full((batch,), nodes))
+        self.target.rollback(Counts.full(batch, nodes, logits.device))
         return logits
 
 

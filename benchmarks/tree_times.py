@@ -28,7 +28,7 @@ import specdec_ext
 from specdec_ext import reference
 from specdec_ext.decoding import StaticTree
 from specdec_ext.decoding.trees import draft_static
-from specdec_ext.testing_trees import TreeCase, assert_trees_match
+from specdec_ext.testing import TreeCase, assert_trees_match
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -44,6 +44,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "python_tests"
+FOLDERS = [TESTS, *(path for path in sorted(TESTS.glob("[a-z]*")) if path.is_dir())]
 
 # Derandomised: a failure seen once is seen by everybody.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=60)
@@ -104,7 +106,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a script in a process of its own, with the package on its path."""
 
     def run(script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), *map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]
         return subprocess.run(
             [sys.executable, "-c", script, *args],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **env},

@@ -1,8 +1,8 @@
 """What every part of the package agrees on, each fact once: results, bits, kinds, domains, rules.
 
 The ground floor: nothing here imports from the package. C++ has the same facts in csrc/core (the
-rules in rules.h), and ``python_tests/test_contract.py`` compares the two. A new verification rule
-begins with its line in `RULES`.
+rules in rules.h), and ``python_tests/operators/test_contract.py`` compares the two. A new
+verification rule begins with its line in `RULES`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ namespace specdec {
 
 enum class Element : int8_t { kFloat32, kBFloat16, kFloat16 };
 
-// Bits of a `status` output (DESIGN section 7).
+// Bits of a `status` output (docs/design.md, "Failure").
 enum Status : int32_t {
   kNoTargetLaw = 1,
   kInvalidDraftToken = 2,

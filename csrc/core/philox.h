@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon et al., SC 2011) and the counter layout of DESIGN section 5: the same bits
-// on every backend.
+// Philox4x32-10 (Salmon et al., SC 2011) and the counter layout of docs/design.md, "Randomness":
+// the same bits on every backend.
 #pragma once
 
 #include "platform.h"

@@ -1,4 +1,4 @@
-// Lossless acceptance as one recursion over the nodes of a draft (DESIGN section 4).
+// Lossless acceptance as one recursion over the nodes of a draft (docs/design.md, "Acceptance").
 //
 // A node with target law p and inflow a visits its children in order. Nested rejection residuals
 // collapse, [[p - l1 q]+ - l2 q]+ = [p - (l1 + l2) q]+, so a node carries three scalars. On a chain

@@ -1,4 +1,4 @@
-// A logits row and five scalars are a probability law (DESIGN section 3):
+// A logits row and five scalars are a probability law (docs/design.md, "Laws from logits"):
 //     p(x) = exp(scale * (l_x - max)) / z   if l_x >= cutoff, else 0.
 // How a cutoff is found without sorting: radix selection over order-preserving keys, with counts
 // for top-k and fixed-point masses for top-p.
@@ -159,7 +159,8 @@ SPECDEC_HD void radix_descend(RadixSelection* s, const uint64_t* histogram, int 
   s->prefix |= static_cast<uint32_t>(bin) << radix_shift(level);
 }
 
-// Mass that the kept set may have strictly above its lowest member (DESIGN section 3).
+// Mass that the kept set may have strictly above its lowest member (docs/design.md, "Laws from
+// logits").
 SPECDEC_HD uint64_t top_p_bound(double top_p, uint64_t total) {
   return static_cast<uint64_t>(top_p * static_cast<double>(total));
 }

@@ -1,5 +1,5 @@
 // The verification rules and what sets them apart: the twin of the table in
-// specdec_ext/contract.py, which python_tests/test_contract.py compares with this one.
+// specdec_ext/contract.py, which python_tests/operators/test_contract.py compares with this one.
 #pragma once
 
 #include <cstdint>

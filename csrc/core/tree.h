@@ -1,5 +1,5 @@
 // Trees of draft tokens, one request: its topology, and the walk over the children of a node that
-// all rules share (DESIGN section 4).
+// all rules share (docs/design.md, "Acceptance").
 //
 // A backend finds laws, sums over the vocabulary and the winners of races; a NodeVisit says what it
 // needs next. Nothing in here reads more of a row than a token's own logit.

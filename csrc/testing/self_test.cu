@@ -1,5 +1,5 @@
 // Kernels with known results, and kernels with known mistakes: what the stand-in does with them is
-// tested by python_tests/test_cuda_stand_in.py, through ctypes.
+// tested by python_tests/backends/test_cuda_stand_in.py, through ctypes.
 #include <cstdio>
 #include <exception>
 

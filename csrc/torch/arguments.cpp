@@ -10,7 +10,7 @@
 namespace specdec {
 namespace {
 
-// Philox counters hold 16 bits of index and 8 of stream (DESIGN section 5).
+// Philox counters hold 16 bits of index and 8 of stream (docs/design.md, "Randomness").
 constexpr int64_t kMaxGamma = 65534;
 constexpr int64_t kMaxStream = 256;
 

@@ -1,6 +1,7 @@
 """The generation loop: `generate`, its statistics, the drafters and the gamma policies."""
 
 from specdec_ext.decoding.chain_generation import Burst, Generated, GenerationError
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Draft, Drafter, NoDrafter, Requests
 from specdec_ext.decoding.drafters.aggressive import AggressiveDrafter
 from specdec_ext.decoding.drafters.early_exit import EarlyExitDrafter
@@ -27,6 +28,7 @@ __all__ = [
     "AggressiveDrafter",
     "Burst",
     "ConfidenceStop",
+    "Counts",
     "Draft",
     "Drafter",
     "EarlyExitDrafter",

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.tree_masks import additive_mask
 
 try:
@@ -187,15 +188,15 @@ class CachedModel:
         self.lengths = [length + new for length in self.lengths]
         return logits
 
-    def keep_nodes(self, nodes: Tensor, kept: Sequence[int], kept_tensor: Tensor) -> None:
+    def keep_nodes(self, nodes: Tensor, kept: Counts) -> None:
         """End a tree: `HostedModel.keep_nodes`."""
         count = self._tree_slots
         starts = torch.full_like(self.ends, self.slots - count)
-        accepted = (kept_tensor - 1).clamp(min=0)
+        accepted = (kept.device - 1).clamp(min=0)
         layers: list[Any] = self.cache.layers
         for layer in layers:
             layer.keep_path(nodes[:, 1:], accepted, starts)
-        self.rollback([count - n for n in kept], count - kept_tensor)
+        self.rollback(count - kept)
 
     def _call(self, tokens: Tensor, *, last_only: bool, **kwargs: Any) -> Tensor:
         if last_only and "logits_to_keep" in self._accepts:
@@ -220,28 +221,26 @@ class CachedModel:
         logits: Tensor = output.logits[:, -1:] if last_only else output.logits
         return logits.float() if logits.dtype == torch.float64 else logits
 
-    def rollback(
-        self, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
-    ) -> None:
+    def rollback(self, drop: Counts, *, across_holes: bool = False) -> None:
         """Forget the last tokens of each row: `HostedModel.rollback`."""
-        common, most = min(drop), max(drop)
+        common, most = min(drop.host), max(drop.host)
         if most > common and self._mask is None:
             self._mask = torch.ones(
-                len(drop), self.slots, dtype=torch.int64, device=drop_tensor.device
+                len(drop.host), self.slots, dtype=torch.int64, device=drop.device.device
             )
             self._next = torch.full_like(self.ends, self.slots)
         if self._mask is not None and (most > common or across_holes):
             recent = self._mask[:, 0 if across_holes else self.slots - most : self.slots]
             from_end = recent.flip(1).cumsum(1).flip(1)  # 1 for a row's last token
-            recent *= from_end > drop_tensor[:, None]
+            recent *= from_end > drop.device[:, None]
         if common:
             self.cache.crop(-common)
             self.slots -= common
-        self.lengths = [length - n for length, n in zip(self.lengths, drop, strict=True)]
+        self.lengths = [length - n for length, n in zip(self.lengths, drop.host, strict=True)]
         if self._mask is None:
             return
         self._mask[:, self.slots :] = 1
-        self._next = self._next - drop_tensor
+        self._next = self._next - drop.device
         self._compact(always=not self.traits.holes and most > common)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What `RenewalRule` learns as it goes: what a draft token costs, and how often one is accepted."""
+"""What `RenewalRule` learns: how long a draft token takes, and how often one is accepted."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ __all__ = ["Calibration", "RoundTimes"]
 
 
 class RoundTimes:
-    """What rounds cost by the length of their drafts: seconds = begun (1 + c n), n draft tokens.
+    """Learns how long rounds take: seconds = s (1 + c n) for a round of n draft tokens.
 
-    Two rounds of different lengths, soon after one another, give such a line, and so one estimate
-    of c. It is the median of the last estimates, each weighted by its difference in tokens. So
-    neither a machine that is slower for a while nor a round that took very long counts for much;
-    whatever grows with the draft does, the target's longer call as well as the draft's.
+    s is the time of a *begun round*: one that drafts, before its first draft token. Two rounds of
+    different n, run soon after one another, determine such a line, and so one estimate of c. The
+    estimate in use is the median of the last ones, each weighted by its difference in n. So neither
+    a machine that is slower for a while nor a single very long round counts for much. Everything
+    that grows with the draft counts as the cost of a draft token: the draft's calls, and the longer
+    call of the target.
 
-    A plain round may take less than the line says for n = 0: models may run one token in another
-    way than several. ``setup`` is how much less.
+    A *plain* round, which drafts nothing, may take less than the line says for n = 0, since models
+    may run one token in another way than several. ``setup`` says how much less.
 
     Parameters
     ----------
     c : float
-        First guess; one estimate among the others, of weight `GUESS`.
+        First guess of c. It stays among the estimates, with the weight `GUESS`.
     estimates : int
-        How many are kept.
+        How many estimates are kept.
 
     Attributes
     ----------
     c : float
-        Cost of a further draft token, in rounds that are begun.
+        Time of one more draft token, in begun rounds.
     setup : float
-        Time in which a round is begun, in plain rounds, at least 1; the median again.
+        Time of a begun round, in plain rounds; at least 1. A weighted median, as c is.
     evidence : int
-        Sum of the squares of all differences in tokens: c's variance goes as one over this.
+        Sum of the squared differences in n of the estimates kept. The variance of c is inversely
+        proportional to it.
     silent : int
         Rounds since the last one that gave an estimate of c.
     plain_seen : bool
-        Whether ``setup`` is more than a guess.
+        Whether ``setup`` has been measured; until then it is a guess.
     plain_silent : int
         Rounds since the last plain one.
 
@@ -130,12 +133,15 @@ class _LastMedian:
 
 
 class Calibration:
-    """How often a draft token of given confidence is accepted: counts in equal bins, forgetting.
+    """Learns how often draft tokens of a given confidence are accepted.
+
+    *Confidence* is a token's probability in the draft's row at temperature 1. It is cut into bins
+    of equal width, and each bin counts trials and acceptances, older ones with less weight.
 
     Parameters
     ----------
     bins : int
-        Of the confidence, the token's probability in the draft's row at temperature 1.
+        Number of bins.
     memory : int
         Rounds after which an observation weighs 1/e.
 
@@ -148,7 +154,7 @@ class Calibration:
     [0.67, 0.71]
     """
 
-    PRIOR = 4.0  # a bin counts as many trials at the rate of all bins
+    PRIOR = 4.0  # trials at the rate of all bins that each bin begins with
 
     def __init__(self, bins: int = 10, memory: int = 256) -> None:
         self.bins, self._keep = bins, 1 - 1 / memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,23 +10,34 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
-from specdec_ext.contract import rule_names
+from specdec_ext.contract import (
+    RULES,
+    STATUS_INVALID_DRAFT_TOKEN,
+    STATUS_INVALID_TREE,
+    STATUS_NO_DRAFT_LAW,
+    STATUS_NO_TARGET_LAW,
+    STATUS_PARAMETER_OUT_OF_RANGE,
+    rule_names,
+)
 from specdec_ext.decoding import arguments
+from specdec_ext.decoding.alpha import AlphaSamples
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Drafter, Requests, last_tokens
+from specdec_ext.decoding.options import Settings
 from specdec_ext.decoding.policies import GammaPolicy
-from specdec_ext.decoding.processors import Processor, Processors
+from specdec_ext.decoding.processors import Processors
 from specdec_ext.decoding.stats import Clock, Statistics
-from specdec_ext.decoding.stopping import Stops
 from specdec_ext.decoding.texts import Texts, on_the_host
+from specdec_ext.decoding.transfer import ChainOutcome, Transfer, TreeOutcome
 
 __all__ = ["Burst", "ChainGeneration", "Generated", "GenerationError"]
 
-DRAFT_ENDED_EARLY = ops.STATUS_INVALID_DRAFT_TOKEN | ops.STATUS_NO_DRAFT_LAW
+DRAFT_ENDED_EARLY = STATUS_INVALID_DRAFT_TOKEN | STATUS_NO_DRAFT_LAW
 ROOM = 512  # slots that the caches allocate beyond the prompt; they double when it is used up
 FATAL = {
-    ops.STATUS_NO_TARGET_LAW: "the target's logits hold NaN, +inf or nothing finite",
-    ops.STATUS_PARAMETER_OUT_OF_RANGE: "a sampling parameter is out of range",
-    ops.STATUS_INVALID_TREE: "the draft is no valid tree",
+    STATUS_NO_TARGET_LAW: "the target's logits hold NaN, +inf or nothing finite",
+    STATUS_PARAMETER_OUT_OF_RANGE: "a sampling parameter is out of range",
+    STATUS_INVALID_TREE: "the draft is no valid tree",
 }
 
 
@@ -105,16 +115,6 @@ class GenerationError(RuntimeError):
         self.statistics = statistics
 
 
-def as_integers(values: Tensor) -> Tensor:
-    """Give float32 as int64 of the same bits, to go to the host in one transfer with others."""
-    return values.contiguous().view(torch.int32).long()
-
-
-def from_integers(bits: list[int]) -> list[float]:
-    """Undo `as_integers`."""
-    return array("f", array("i", bits).tobytes()).tolist()
-
-
 class ChainGeneration:
     """The state of one call of `generate`; `step` is the algorithm.
 
@@ -128,47 +128,28 @@ class ChainGeneration:
         self,
         target: Any,
         drafter: Drafter,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        limits: list[int],
         policy: GammaPolicy,
-        filters: dict[str, Any],
-        greedy: bool,
-        seeds: Tensor,
-        rule: str,
-        rule_options: dict[str, Any],
-        processors: Sequence[Processor],
-        stops: Stops,
-        pad: int,
-        padded_texts: bool,
-        static_cache: bool,
+        settings: Settings,
     ) -> None:
         self.target_model = target
         self.drafter = drafter
-        self.prompts = input_ids
-        self.attention_mask = attention_mask
         self.policy = policy
-        self.rule = "greedy" if greedy and rule in self.lossless else rule
-        self.filters = {} if self.rule == "greedy" else filters
-        self.seeds = seeds
-        self.rule_options = rule_options
-        self.needs_law = self.rule in rule_names(chains=True, reads_draft_law=True)
-        self.greedy = greedy
-        self.given_processors = processors
+        self.settings = settings
+        greedy, rule = settings.greedy, settings.rule
+        self.rule = RULES["greedy" if greedy and rule in self.lossless else rule]
+        self.filters = {} if self.rule.name == "greedy" else settings.filters
+        self.seeds = settings.seeds
+        self.alpha = AlphaSamples(self.rule, policy, measured=settings.measure_alpha)
         self.processors: Processors | None = None  # they are shown texts, which come later
-        self.stops = stops
-        self.pad = pad
-        self.padded_texts = padded_texts
-        self.static_cache = static_cache
-        self.limits = limits
+        self.stops = settings.stops
+        self.limits = limits = settings.limits
         self.new: list[list[int]] = [[] for _ in limits]
         self.running = [b for b, limit in enumerate(limits) if limit > 0]
         self.ended: set[int] = set()  # requests that met a stop
         self.texts: list[list[int]] = [[] for _ in limits]  # the prompts, if someone asks for them
         self.width = getattr(getattr(target, "config", None), "vocab_size", None)
         self.statistics = Statistics(policy.limit, new_tokens=[0] * len(limits))
-        self.clock = Clock(input_ids.device)
+        self.clock = Clock(settings.prompts.device)
 
     def start(self) -> None:
         """Run the prompts but their last tokens through both models."""
@@ -177,7 +158,8 @@ class ChainGeneration:
         if not self.running:
             return
         self.clock.start("prefill")
-        ids, mask = arguments.trimmed(self.prompts.long(), self.attention_mask)
+        settings = self.settings
+        ids, mask = arguments.trimmed(settings.prompts.long(), settings.attention_mask)
         device = ids.device
         lengths = [ids.shape[1]] * len(self.limits) if mask is None else mask.sum(1).tolist()
         self.positions = torch.tensor(lengths, device=device)  # [B], where the next token goes
@@ -188,7 +170,7 @@ class ChainGeneration:
             self.target_model,
             self.ends,
             room=room,
-            static=self.static_cache,
+            static=settings.static_cache,
             uneven=mask is not None or self.policy.limit > 0,
             trees=self.trees,
             verifies=self.policy.limit > 0,
@@ -202,10 +184,10 @@ class ChainGeneration:
                 room,
                 self.seeds,
                 self.filters,
-                self.greedy,
-                self.needs_law,
-                coupled=self.rule in rule_names(races=True),
-                static_cache=self.static_cache,
+                settings.greedy or self.rule.ignores_sampling,
+                self.alpha.needs_law,
+                coupled=self.rule.races,
+                static_cache=settings.static_cache,
                 process=self._process_draft if self.processors is not None else None,
             )
         )
@@ -217,21 +199,20 @@ class ChainGeneration:
 
     def _show_texts(self) -> None:
         """Bring the prompts to the host, and to whatever looks at texts, if something does."""
-        if not (self.given_processors or self.stops.criteria):
+        settings = self.settings
+        if not (settings.processors or self.stops.criteria):
             return
-        mask = None if self.padded_texts else self.attention_mask
-        self.texts = on_the_host(self.prompts, mask)
-        texts = Texts(self.texts, self.new, self.pad, self.prompts.device)
-        if self.given_processors:
-            self.processors = Processors(
-                self.given_processors, texts, whole_batch=self.padded_texts
-            )
-        self.stops.start(texts, whole_batch=self.padded_texts)
+        whole = settings.padded_texts
+        self.texts = on_the_host(settings.prompts, None if whole else settings.attention_mask)
+        texts = Texts(self.texts, self.new, settings.pad, settings.prompts.device)
+        if settings.processors:
+            self.processors = Processors(settings.processors, texts, whole_batch=whole)
+        self.stops.start(texts, whole_batch=whole)
 
     def _room(self, prompt: int) -> int:
         """Return how many slots the caches allocate at first."""
         new = max(self.limits) + self.policy.limit
-        if self.static_cache:
+        if self.settings.static_cache:
             return (prompt + new + 1) * 4 // 3  # a quarter of the slots may be holes
         return prompt + min(new, ROOM)
 
@@ -256,39 +237,43 @@ class ChainGeneration:
         verified = ops.verify(
             logits,
             draft.tokens,
-            draft.logits,
-            draft_kinds=draft.kinds if self.needs_law else None,
+            draft.logits if self.rule.reads_draft_law else None,
+            draft_kinds=draft.kinds if self.rule.reads_draft_law else None,
             draft_lengths=None if cut is None else cut.clamp(max=gamma),
             seeds=self.seeds,
             positions=self.positions,
-            rule=self.rule,
+            rule=self.rule.name,
             **self.filters,
-            **self.rule_options,
+            **self.settings.rule_options,
         )
 
         self.clock.start("rest")
-        rows = torch.cat(
-            [
+        overlaps = self.alpha.overlaps(logits, draft, self.filters)
+        outcomes = [
+            ChainOutcome(*row)
+            for row in Transfer.pack(
                 verified.tokens,
                 draft.tokens,
-                as_integers(verified.logprobs),
-                verified.num_accepted[:, None],
-                verified.status[:, None],
-            ],
-            1,
-        ).tolist()  # the round's one host synchronisation
+                verified.logprobs,
+                verified.num_accepted,
+                verified.status,
+                *([] if overlaps is None else [overlaps]),
+            ).unpack()  # the round's one host synchronisation
+        ]
         self.statistics.rounds += 1
         drafted = [
-            _drafted(row[gamma + 1 : 2 * gamma + 1][:length])
-            for row, length in zip(rows, lengths, strict=True)
+            _drafted(outcome.drafted[:length])
+            for outcome, length in zip(outcomes, lengths, strict=True)
         ]
         bursts = [
-            self._append(i, row, n, verified.accept_probs)
-            for i, (row, n) in enumerate(zip(rows, drafted, strict=True))
+            self._append(i, outcome, n, verified.accept_probs)
+            for i, (outcome, n) in enumerate(zip(outcomes, drafted, strict=True))
         ]
-        self.policy.commit(drafted, [row[-2] for row in rows])
-        self._raise_if_fatal([row[-1] for row in rows])
-        self._commit(verified.tokens, [row[-2] for row in rows], verified.num_accepted, bursts)
+        accepted = Counts([outcome.accepted for outcome in outcomes], verified.num_accepted)
+        self.alpha.end_round()
+        self.policy.commit(drafted, accepted.host)
+        self._raise_if_fatal([outcome.status for outcome in outcomes])
+        self._commit(verified.tokens, accepted, bursts)
         return bursts
 
     def _lengths(self) -> list[int]:
@@ -314,9 +299,10 @@ class ChainGeneration:
             rows = [[*before, *row] for before, row in zip(emitted, rows, strict=True)]
         return self.processors.chain(self.running, rows, logits, of_draft=True)
 
-    def _emitted(self, b: int, row: list[int], accepted: int, status: int) -> list[int]:
+    def _emitted(self, b: int, outcome: ChainOutcome | TreeOutcome) -> list[int]:
         """Return what a round emitted, up to the request's end; without a law, no final token."""
-        tokens = row[: accepted + (0 if status & ops.STATUS_NO_TARGET_LAW else 1)]
+        final = 0 if outcome.status & STATUS_NO_TARGET_LAW else 1
+        tokens = outcome.tokens[: outcome.accepted + final]
         tokens = tokens[: self.limits[b] - len(self.new[b])]
         end = self.stops.kept(self.texts[b], self.new[b], tokens, b)
         if end is None:
@@ -324,34 +310,31 @@ class ChainGeneration:
         self.ended.add(b)
         return tokens[:end]
 
-    def _append(self, i: int, row: list[int], length: int, accept_probs: Tensor) -> Burst:
+    def _append(self, i: int, outcome: ChainOutcome, length: int, accept_probs: Tensor) -> Burst:
         """Add to running request ``i`` what the round emitted, up to its end; count it."""
-        b, accepted, status = self.running[i], row[-2], row[-1]
-        gamma = (len(row) - 4) // 3
-        drafted = row[gamma + 1 : gamma + 1 + length]
+        b, accepted = self.running[i], outcome.accepted
         # The draft may have ended where its law failed: what stands there then replaces nothing.
         # Columns that verification did not test hold NaN (a second synchronisation, in this case).
         rejected = accepted < length and not (
-            status & DRAFT_ENDED_EARLY and math.isnan(accept_probs[i, accepted].item())
+            outcome.status & DRAFT_ENDED_EARLY and math.isnan(accept_probs[i, accepted].item())
         )
-        tokens = self._emitted(b, row, accepted, status)
+        tokens = self._emitted(b, outcome)
         rejected = rejected and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
         self.new[b] += tokens
         self.statistics.record(
             b, drafted=length, accepted=accepted, emitted=len(tokens), rejected=rejected
         )
+        self.statistics.record_alpha(self.alpha.add(accepted, rejected, outcome.overlaps))
         return Burst(
             b,
             tokens,
             accepted,
-            drafted[accepted] if rejected else None,
-            from_integers(row[2 * gamma + 1 :][: len(tokens)]),
+            outcome.drafted[accepted] if rejected else None,
+            outcome.logprobs[: len(tokens)],
         )
 
-    def _commit(
-        self, tokens: Tensor, accepted: list[int], num_accepted: Tensor, bursts: list[Burst]
-    ) -> None:
+    def _commit(self, tokens: Tensor, accepted: Counts, bursts: list[Burst]) -> None:
         """Drop the requests that ended; roll both caches back to what the others accepted."""
         going = self._going(bursts)
         if not going:
@@ -359,14 +342,12 @@ class ChainGeneration:
             return
         if len(going) < len(bursts):
             kept = self._keep(going)
-            tokens, num_accepted = tokens[kept], num_accepted[kept]
-            accepted = [accepted[i] for i in going]
+            tokens, accepted = tokens[kept], accepted.select(kept, going)
             self.running = [self.running[i] for i in going]
-        gamma = tokens.shape[1] - 1
-        self.target.rollback([gamma - n for n in accepted], gamma - num_accepted)
-        self.drafter.commit(tokens, accepted, num_accepted)
-        self.last = last_tokens(tokens, accepted, num_accepted, 1)
-        self.positions = self.positions + num_accepted + 1
+        self.target.rollback(tokens.shape[1] - 1 - accepted)
+        self.drafter.commit(tokens, accepted)
+        self.last = last_tokens(tokens, accepted, 1)
+        self.positions = self.positions + accepted.device + 1
 
     def _going(self, bursts: list[Burst]) -> list[int]:
         """Which of the running requests go on."""
@@ -421,13 +402,14 @@ class ChainGeneration:
         self.statistics.seconds = self.clock.stop()
         self.statistics.draft_calls = self.drafter.calls
         width = max(map(len, self.new), default=0)
+        prompts = self.settings.prompts
         with torch.inference_mode(False):
             new = torch.tensor(
-                [tokens + [self.pad] * (width - len(tokens)) for tokens in self.new],
-                dtype=self.prompts.dtype,
-                device=self.prompts.device,
+                [tokens + [self.settings.pad] * (width - len(tokens)) for tokens in self.new],
+                dtype=prompts.dtype,
+                device=prompts.device,
             ).reshape(len(self.new), width)
-            return Generated(torch.cat([self.prompts, new], 1), self.statistics)
+            return Generated(torch.cat([prompts, new], 1), self.statistics)
 
 
 def _drafted(tokens: list[int]) -> int:

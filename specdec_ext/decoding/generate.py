@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from specdec_ext.decoding import arguments
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
 from specdec_ext.decoding.checks import flag, is_model, shown
 from specdec_ext.decoding.drafters import Drafter, as_drafter, check_distinct
+from specdec_ext.decoding.options import Options, Settings
 from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, as_policy
 from specdec_ext.decoding.processors import Processor
 from specdec_ext.decoding.stopping import Criterion, find_stops
@@ -55,6 +55,7 @@ def generate(
     pad_token_id: int | None = None,
     padded_texts: bool = False,
     static_cache: bool = False,
+    measure_alpha: bool = False,
     on_round: Callable[[list[Burst]], None] | None = None,
     progress: bool = False,
 ) -> Generated:
@@ -143,6 +144,9 @@ def generate(
         Let caches keep one size, as compiled models want it: the models' shapes then depend on the
         batch and the number of new tokens alone (they grow in the rare case that they must).
         Causal models only.
+    measure_alpha : bool
+        Compute sum_x min(p(x), q(x)) at every tested draft token, for `Statistics.alpha`: one more
+        pass over the rows a round, counted in the phase ``rest``. Chains only.
     on_round : callable, optional
         Called after every round with what it added (a list of `Burst`).
     progress : bool
@@ -182,7 +186,42 @@ def generate(
     >>> statistics.tokens_per_target_call  # doctest: +SKIP
     3.1
     """
-    generation = _prepare(SimpleNamespace(**locals()))
+    options = Options(
+        target=target,
+        draft=draft,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        max_new_tokens=max_new_tokens,
+        gamma=gamma,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        generator=generator,
+        tree=tree,
+        rule=rule,
+        lenience=lenience,
+        beta=beta,
+        tau=tau,
+        epsilon=epsilon,
+        delta=delta,
+        raw_logprobs=raw_logprobs,
+        logits_processor=logits_processor,
+        eos_token_id=eos_token_id,
+        stop_sequences=stop_sequences,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+        stopping_criteria=stopping_criteria,
+        pad_token_id=pad_token_id,
+        padded_texts=padded_texts,
+        static_cache=static_cache,
+        measure_alpha=measure_alpha,
+    )
+    if on_round is not None and not callable(on_round):
+        raise TypeError(f"generate: on_round must be a callable or None, got {shown(on_round)}")
+    progress = flag("generate: progress", progress)
+    generation = _prepare(options)
     with _progress_bar(generation, shown=progress) as show:
         for bursts in _rounds(generation):
             show(bursts)
@@ -228,7 +267,8 @@ def stream(
             raise TypeError(f"stream: {name} is of generate(); iterate over the bursts instead")
     bound = signature(generate).bind(target, draft, input_ids, **options)
     bound.apply_defaults()
-    return _bursts(_prepare(SimpleNamespace(**bound.arguments)))
+    given = {name: bound.arguments[name] for name in Options.__dataclass_fields__}
+    return _bursts(_prepare(Options(**given)))
 
 
 def _bursts(generation: ChainGeneration) -> Generator[Burst, None, Generated]:
@@ -265,7 +305,7 @@ def _progress_bar(
         yield lambda bursts: bar.update(sum(len(burst.tokens) for burst in bursts))
 
 
-def _prepare(given: SimpleNamespace) -> ChainGeneration:
+def _prepare(given: Options) -> ChainGeneration:
     """Check the arguments of `generate`, and bring them to one form."""
     target, tree, ids = given.target, given.tree, given.input_ids
     arguments.check_target(target)
@@ -273,12 +313,10 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
     arguments.check_prompts(ids, given.attention_mask, target)
     flags = {
         name: flag(f"generate: {name}", getattr(given, name))
-        for name in ("raw_logprobs", "padded_texts", "static_cache", "progress")
+        for name in ("raw_logprobs", "padded_texts", "static_cache", "measure_alpha")
     }
-    if given.on_round is not None and not callable(given.on_round):
-        raise TypeError(
-            f"generate: on_round must be a callable or None, got {shown(given.on_round)}"
-        )
+    if tree is not None and flags["measure_alpha"]:
+        raise ValueError("generate: measure_alpha is of chains, got a tree")
     batch, device = ids.shape[0], ids.device
     filters, greedy = arguments.filters(
         batch,
@@ -295,17 +333,14 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
         **{name: getattr(given, name) for name in ("lenience", "beta", "tau", "epsilon", "delta")},
     )
     stop = arguments.stop_tokens(target, given.eos_token_id)
-    generation = kind(
-        target,
-        drafter,
-        ids,
-        given.attention_mask,
+    settings = Settings(
+        prompts=ids,
+        attention_mask=given.attention_mask,
         limits=arguments.new_token_limits(given.max_new_tokens, batch),
-        policy=policy,
-        filters=filters,
-        greedy=greedy,
         rule=rule,
         rule_options={**rule_options, "raw_logprobs": flags["raw_logprobs"]},
+        filters=filters,
+        greedy=greedy,
         processors=arguments.callables("logits_processor", given.logits_processor),
         stops=find_stops(
             stop,
@@ -318,6 +353,7 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
         pad=arguments.pad_token(target, given.pad_token_id, stop, ids.dtype),
         padded_texts=flags["padded_texts"],
         static_cache=flags["static_cache"],
+        measure_alpha=flags["measure_alpha"],
         # Last: what is refused draws nothing from torch's generator.
         seeds=arguments.seeds(given.seeds, given.generator, batch, device, unused=greedy),
     )
@@ -326,10 +362,10 @@ def _prepare(given: SimpleNamespace) -> ChainGeneration:
             "generate: a model is in training mode; without eval(), dropout is part of its law",
             stacklevel=3,
         )
-    return generation
+    return kind(target, drafter, policy, settings)
 
 
-def _drafting(given: SimpleNamespace) -> tuple[type[ChainGeneration], Any, GammaPolicy]:
+def _drafting(given: Options) -> tuple[type[ChainGeneration], Any, GammaPolicy]:
     """Return how a round runs, who drafts in it, and who says how much."""
     policy = as_policy("generate: gamma", given.gamma)
     if given.tree is not None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.counts import Counts
+
 __all__ = ["HostedModel", "host_model"]
 
 
@@ -36,17 +38,13 @@ class HostedModel(Protocol):
         (a draft may have more tokens, or none to propose) are fed as its nearest id.
         """
 
-    def rollback(
-        self, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
-    ) -> None:
-        """Forget the last ``drop[b]`` tokens of row b.
+    def rollback(self, drop: Counts, *, across_holes: bool = False) -> None:
+        """Forget the last tokens of each row.
 
         Parameters
         ----------
-        drop : sequence of int
-            One number a row.
-        drop_tensor : Tensor
-            ``[B]``, the same numbers on the device (so that none is uploaded).
+        drop : Counts
+            How many.
         across_holes : bool
             Whether some of them were run before the last rollback.
         """
@@ -71,17 +69,15 @@ class HostedModel(Protocol):
             ``[B, m]`` or ``[m]`` int64, 0 for the root.
         """
 
-    def keep_nodes(self, nodes: Tensor, kept: Sequence[int], kept_tensor: Tensor) -> None:
+    def keep_nodes(self, nodes: Tensor, kept: Counts) -> None:
         """End a tree: of its nodes keep a path, as if nothing else had been run.
 
         Parameters
         ----------
         nodes : Tensor
-            ``[B, n]`` int64, ``kept[b]`` nodes from the root on, then anything.
-        kept : sequence of int
-            One number a row.
-        kept_tensor : Tensor
-            ``[B]``, the same numbers on the device.
+            ``[B, n]`` int64, so many nodes from the root on, then anything.
+        kept : Counts
+            How many.
         """
 
 
@@ -128,8 +124,9 @@ def host_model(
         if static or trees:
             what = "a static cache" if static else "a tree"
             raise ValueError(
-                f"generate: {type(model).__name__} keeps more than keys and values (a recurrent state, say), "
-                f"and {what} needs them; it can run chains, over a cache that grows"
+                f"generate: {type(model).__name__} keeps more than the keys and values of slots "
+                f"(a recurrent state, say), and {what} needs slots alone; it can run chains, over "
+                "a cache that grows"
             )
         return RecurrentModel(model, ends, room=room, rolls_back=uneven, verifies=verifies)
     refuse_unsuitable(model)

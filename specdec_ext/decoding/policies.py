@@ -1,19 +1,24 @@
 """How many tokens to draft: one class a policy; `GammaPolicy` is what a loop needs of each.
 
-A policy says at the begin of a round how many tokens each request may draft at most, may end the
-draft of a request early while it is drafted, and hears at the end what was accepted. Every request
-of a batch is decided for alone, but by the renewal rule (in a file of its own).
+A policy is asked at the beginning of each round how many tokens each request may draft at most. It
+may then end a request's draft early, while tokens are being drafted, and at the end of the round it
+is told what was accepted. Every policy but the renewal rule (in a file of its own) decides for each
+request of a batch by itself.
 
-Lossless under every rule that is lossless for a fixed gamma. What a round emits, continued by the
-target's own tokens, follows the target's law given all that happened before, whatever the draft's
-length; so the length may depend on earlier rounds, on their discarded tokens and on time. Within a
-round it may depend on the tokens and rows drafted so far, all of which stay in the draft: it is
-then a function of the path, and verification sees a draft that ends there. It must not depend on a
-token that is then left out: what is left of q after that choice would not be q.
+**What a policy may depend on.** The output keeps the target's law, under every rule that keeps it
+at a fixed gamma, as long as two conditions hold.
 
-A policy that goes by the clock (`RenewalRule`) makes the tokens, not their law, depend on time; one
-that goes by batch mates makes them depend on these, and wants seeds that differ. Under the rule
-``coupled`` the tokens depend on neither.
+- Between rounds everything is allowed: acceptance so far, discarded tokens, time. Whatever the
+  draft's length, what a round emits, continued by the target's own tokens, follows the target's
+  law given all that happened before.
+- Within a round a policy may look at the tokens drafted so far and their rows, *all of which stay
+  in the draft*. Where the draft ends is then a function of the path of tokens that verification
+  sees, which is the same as a draft that always ends there. It must not look at a token and then
+  leave it out: a token that survives such a choice was not drawn from q any more.
+
+A policy that goes by the clock (`RenewalRule`) makes the tokens depend on time, though not their
+law. One that goes by the other requests of a batch makes them depend on those, and needs seeds that
+differ. Under the rule ``coupled`` the tokens depend on neither.
 """
 
 from __future__ import annotations
@@ -49,52 +54,57 @@ MOST_DRAFTED = 65_534
 class GammaPolicy(Protocol):
     """Chooses the draft length of each request and round.
 
-    A round is one `lengths`, as many `go_on` as the drafter asks, and one `commit`. `select` comes
-    between rounds, when requests end.
+    In every round the loop calls `lengths` once, the drafter calls `go_on` as often as it likes,
+    and the loop calls `commit` once. `select` is called between rounds, when requests have ended.
     """
 
     @property
     def limit(self) -> int:
-        """The largest length it ever allows."""
+        """The largest number that `lengths` ever returns."""
 
     @property
     def go_on(self) -> GoOn | None:
-        """Asked after every draft token but the last, see `GoOn`; None: it ends no draft.
+        """Called after every draft token but the last, see `GoOn`; None: it ends no draft early.
 
-        Read anew in every round. For the answer the host waits for the device, once a draft token.
+        The attribute is read again in every round. Its answer makes the host wait for the device,
+        once for each draft token.
         """
 
     def start(self, batch: int) -> None:
-        """Begin a generation of so many requests; what was learnt of the models may be kept."""
+        """Begin a generation of ``batch`` requests; what was learnt of the models may be kept."""
 
     def lengths(self) -> list[int]:
         """Return how many tokens each request may draft in this round, 0 to ``limit``."""
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Hear how many tokens each request drafted, and how many of them were accepted."""
+        """Take in how many tokens each request drafted, and how many of them were accepted."""
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
 
 
 def as_policy(name: str, gamma: Any, low: int = 0) -> GammaPolicy:
-    """Return the policy that ``gamma`` is, or the one that always says this number.
+    """Return ``gamma`` if it is a policy, or the policy that always allows this number of tokens.
 
     Parameters
     ----------
     name : str
-        The argument, as errors are to say it.
+        What error messages call the argument.
     gamma : int or GammaPolicy
-        What was given.
+        What the caller gave.
     low : int
         The least number allowed.
+
+    Returns
+    -------
+    GammaPolicy
 
     Raises
     ------
     TypeError
-        Something else, or a policy that lacks a method.
+        Neither a number nor a policy, or a policy that lacks a method.
     ValueError
-        A number out of range.
+        A number below ``low`` or above `MOST_DRAFTED`.
     """
     if not hasattr(gamma, "lengths") or isinstance(gamma, type):
         return FixedGamma(integer(name, gamma, low, MOST_DRAFTED, wanted="an int or a GammaPolicy"))
@@ -110,7 +120,7 @@ def as_policy(name: str, gamma: Any, low: int = 0) -> GammaPolicy:
 
 
 class FixedGamma:
-    """Always the same length.
+    """Allows the same number of draft tokens in every round.
 
     Parameters
     ----------
@@ -140,7 +150,7 @@ class FixedGamma:
         return [self.limit] * self._batch
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Hear what was accepted."""
+        """Take in what was accepted: nothing changes."""
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
@@ -154,7 +164,7 @@ def confidence(tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 class _ThresholdStop(FixedGamma, ABC):
-    """Ends a draft behind a token whose row gives too little; `_bound` says what a row gives."""
+    """Ends a draft after a token whose row scores below a threshold; `_bound` gives the score."""
 
     def __init__(self, gamma: int, threshold: float | MovingThreshold) -> None:
         super().__init__(gamma)
@@ -165,7 +175,7 @@ class _ThresholdStop(FixedGamma, ABC):
 
     @abstractmethod
     def _bound(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Return what each row gives, ``[B]``."""
+        """Return the score of each row and the token drawn from it, ``[B]``."""
 
     def _is_enough(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
         if logits is None:
@@ -182,7 +192,7 @@ class _ThresholdStop(FixedGamma, ABC):
             self.threshold.start(batch)
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Hear what was accepted, by which a `MovingThreshold` moves."""
+        """Take in what was accepted: a `MovingThreshold` moves by it."""
         if isinstance(self.threshold, MovingThreshold):
             self.threshold.commit(drafted, accepted, self.limit)
 
@@ -194,18 +204,18 @@ class _ThresholdStop(FixedGamma, ABC):
 
 
 class ConfidenceStop(_ThresholdStop):
-    """Ends a draft behind a token that the draft model itself thought unlikely.
+    """Ends a draft after a token that the draft model itself thought unlikely.
 
-    The probability is that of the draft's row at temperature 1 without filters. Tokens that have no
-    row (a lookup's) are never thought unlikely.
+    It goes by the token's probability in the draft's row at temperature 1, without filters. Drafts
+    that have no rows (a lookup's, say) are never ended.
 
     Parameters
     ----------
     gamma : int
         Largest length.
     threshold : float or MovingThreshold
-        The draft goes on while the last token's probability is at least this. 0.4 is the default of
-        transformers; one that moves is of "Draft & Verify", see there.
+        The draft goes on while the last token's probability is at least this, in [0, 1]. 0.4 is
+        the default of transformers. A `MovingThreshold` follows each request's acceptance.
 
     References
     ----------
@@ -228,20 +238,22 @@ class ConfidenceStop(_ThresholdStop):
 
 
 class EntropyBound(_ThresholdStop):
-    """Ends a draft behind a token whose row was too flat for it to be accepted surely enough.
+    """Ends a draft after a token whose row has a high entropy: its acceptance is then uncertain.
 
-    With H the row's entropy in nats at temperature 1 without filters, 1 - sqrt(weight H) stands in
-    for a lower bound of the acceptance rate: Pinsker's inequality bounds it by the divergence of
-    draft and target, which is taken to be a share of H. Tokens without a row go on.
+    With H the entropy of the draft's row in nats (temperature 1, no filters), the draft goes on
+    while 1 - sqrt(weight H) is at least the threshold. That expression stands for a lower bound of
+    the acceptance rate: Pinsker's inequality bounds the distance of draft and target by the root of
+    their divergence, and the divergence, which a draft cannot know, is taken to be a fixed share of
+    H. Drafts that have no rows are never ended.
 
     Parameters
     ----------
     gamma : int
         Largest length.
     threshold : float or MovingThreshold
-        The draft goes on while the bound is at least this. (The paper moves it.)
+        The draft goes on while the bound is at least this, in [0, 1]. (The paper moves it.)
     weight : float
-        Share of the entropy; 0.2 in the paper.
+        The share of the entropy, at least 0; 0.2 in the paper.
 
     References
     ----------
@@ -273,7 +285,9 @@ class EntropyBound(_ThresholdStop):
 
 
 class HeuristicGamma:
-    """Two more after a draft that was accepted whole, else one less: that of transformers.
+    """Drafts two tokens more after a draft that was accepted whole, else one less.
+
+    The schedule of transformers' assisted generation, for each request by itself.
 
     Parameters
     ----------
@@ -311,7 +325,7 @@ class HeuristicGamma:
         return list(self._lengths)
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Lengthen or shorten; a request that drafted nothing stays."""
+        """Lengthen or shorten each request's draft; one that drafted nothing keeps its length."""
         for b, (offered, taken) in enumerate(zip(drafted, accepted, strict=True)):
             if offered:
                 step = 2 if taken == offered else -1
@@ -323,10 +337,15 @@ class HeuristicGamma:
 
 
 class GradientAscent:
-    """Climbs the wall-time equation with each request's mean acceptance rate so far: the report's.
+    """Moves each request's draft length towards the best one for its acceptance rate so far.
 
-    alpha is (accepted + 1) / (accepted + rejected + 2), so that no first round settles it. The
-    length is at least 1: nothing would be learnt any more without a draft.
+    In every round it takes a few steps up the gradient of `theory.walltime_factor` in gamma.
+
+    alpha is (s + 1) / (n + 2) after n samples of sum s, so that no first round settles it. Under a
+    rule that tests tokens one by one, a sample is whether a tested token was accepted; under
+    ``"block"``, which accepts more than alpha says, it is sum_x min(p(x), q(x)) at that token, and
+    costs one more pass over the rows. The length is at least 1: nothing would be learnt any more
+    without a draft.
 
     Parameters
     ----------
@@ -351,12 +370,13 @@ class GradientAscent:
     >>> policy = GradientAscent(c=0.05)
     >>> policy.start(1)
     >>> for _ in range(200):
-    ...     policy.commit([5], [4])  # alpha 4/5
+    ...     policy.learn_alpha([[1, 1, 1, 1, 0]])  # one request, alpha 4/5
     >>> policy.lengths(), theory.optimal_gamma(0.8, 0.05)
     ([8], 8)
     """
 
     go_on: GoOn | None = None
+    reads_alpha = True  # the loop calls learn_alpha() before commit()
 
     def __init__(
         self, c: float, gamma: int = 5, limit: int = 20, *, rate: float = 2.0, steps: int = 10
@@ -366,33 +386,42 @@ class GradientAscent:
         self.c = number_in("GradientAscent: c", c, 0)
         self.rate = number_in("GradientAscent: rate", rate, 0)
         self.steps = integer("GradientAscent: steps", steps, low=0)
-        self._accepted: list[int] = []
-        self._tested: list[int] = []
+        self._sums: list[float] = []
+        self._samples: list[int] = []
         self._gammas: list[float] = []
 
     def start(self, batch: int) -> None:
         """Begin a generation, each request at the first length."""
-        self._accepted, self._tested = [0] * batch, [0] * batch
+        self._sums, self._samples = [0.0] * batch, [0] * batch
         self._gammas = [float(self.gamma)] * batch
 
     def lengths(self) -> list[int]:
         """Return the whole number next to where each request stands."""
         return [round(gamma) for gamma in self._gammas]
 
-    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count, and climb a few steps; a request that drafted nothing stays."""
-        for b, (offered, taken) in enumerate(zip(drafted, accepted, strict=True)):
-            if not offered:
+    def learn_alpha(self, samples: Sequence[Sequence[float]]) -> None:
+        """Take one round's samples of each request, and climb; without any, a request stays.
+
+        Parameters
+        ----------
+        samples : sequence of sequence of float
+            Numbers in [0, 1] whose mean is alpha, of each request: see `AlphaSamples`.
+        """
+        for b, found in enumerate(samples):
+            if not found:
                 continue
-            self._accepted[b] += taken
-            self._tested[b] += min(taken + 1, offered)
-            alpha = (self._accepted[b] + 1) / (self._tested[b] + 2)
+            self._sums[b] += sum(found)
+            self._samples[b] += len(found)
+            alpha = (self._sums[b] + 1) / (self._samples[b] + 2)
             for _ in range(self.steps):
                 slope = theory.walltime_gradient(alpha, self._gammas[b], self.c)
                 self._gammas[b] = min(max(self._gammas[b] + self.rate * slope, 1.0), self.limit)
 
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Take the round's counts, which say nothing that the samples do not."""
+
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
-        self._accepted = [self._accepted[b] for b in indices]
-        self._tested = [self._tested[b] for b in indices]
+        self._sums = [self._sums[b] for b in indices]
+        self._samples = [self._samples[b] for b in indices]
         self._gammas = [self._gammas[b] for b in indices]

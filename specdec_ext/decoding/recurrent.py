@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.decoding.continuation import Continuation, caller, continuation
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.states import Caller, State, keeps_state
 
 __all__ = ["RecurrentModel", "keeps_state"]
@@ -127,17 +128,17 @@ class RecurrentModel:
             return logits
         return logits[sorted(range(len(order)), key=order.__getitem__)]
 
-    def rollback(
-        self, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
-    ) -> None:
+    def rollback(self, drop: Counts, *, across_holes: bool = False) -> None:
         """Forget the last tokens of each row, and commit to the others: `HostedModel.rollback`."""
         groups = []
         for group in self._groups:
-            drops = sorted({drop[row] for row in group.rows})
+            drops = sorted({drop.host[row] for row in group.rows})
             for n in drops:
                 part = group
                 if len(drops) > 1:
-                    part = group.select([i for i, row in enumerate(group.rows) if drop[row] == n])
+                    part = group.select(
+                        [i for i, row in enumerate(group.rows) if drop.host[row] == n]
+                    )
                 part.keeps_anchor |= across_holes
                 part.rollback(n)
                 groups.append(part)
@@ -169,7 +170,7 @@ class RecurrentModel:
         self.begin_tree()
         raise AssertionError
 
-    def keep_nodes(self, nodes: Tensor, kept: Sequence[int], kept_tensor: Tensor) -> None:
+    def keep_nodes(self, nodes: Tensor, kept: Counts) -> None:
         """Refuse, as `begin_tree` does."""
         self.begin_tree()
 

@@ -1,4 +1,4 @@
-"""The renewal rule: draft on while the next tokens' chance to be accepted is worth their time."""
+"""A policy that drafts while the tokens it can expect are worth the time that they take."""
 
 from __future__ import annotations
 
@@ -17,57 +17,70 @@ __all__ = ["RenewalRule"]
 
 
 class RenewalRule:
-    """Drafts on while the next tokens' chance to be accepted is worth their time.
+    """Drafts another token while the tokens it can be expected to add are worth the time it takes.
 
-    With rho the tokens that the batch makes now in the time that a round takes before its draft
-    grows, and c the cost of a further draft token in such times, the batch drafts token j + 1 while
-    the sum over its requests of P(tokens 1 to j + 1 accepted) >= rho c: a round takes as long as
-    its longest draft, whoever needs it. Where acceptance is i.i.d., rho settles where no length is
-    better (theorem 8's best gamma); where it is not, drafts are long where the draft is sure of
-    itself. In a batch of B a request whose own P is under rho c / B^2, its share of the time at
-    the mean rate, ends its draft alone.
+    The unit of time is a *begun round*: what a round takes that drafts, before its first draft
+    token (the target's call, verification and the loop). Three quantities decide:
 
-    P is a product: of each drafted token's acceptance rate by its confidence, from a `Calibration`
-    over all requests, and of the request's mean acceptance rate lately, for the token not yet seen.
-    The odds of the former are multiplied by those of the request against those of all, as if
-    confidence and request were independent evidence. rho is a moving sum of tokens over one of
-    times; c, and what a plain round takes, are what `RoundTimes` makes of the rounds' times.
+    - c, the time that one more draft token takes, in that unit;
+    - rho, the tokens that the whole batch emits per unit of time, as measured lately;
+    - P(b, j), the estimated probability that draft tokens 1 to j of request b are all accepted.
 
-    For every look at a token's confidence the host waits for the device. Where that costs more
-    tokens than confidence is expected to gain, drafts get the length that mean rates make best, and
-    `go_on` is None, but in every eighth round.
+    Draft token j + 1 adds sum over b of P(b, j + 1) expected tokens, and takes a time c in which
+    the batch could have emitted rho c. So the batch drafts it while that sum is at least rho c. The
+    requests decide together, since a round lasts as long as its longest draft, whichever request
+    needs it; but a request stops alone where its own P is below (rho / B) (c / B): the mean rate of
+    one request in a batch of B, times its share of the time.
 
-    Where no length is expected to make more of its time than a plain round does, nothing is
-    drafted: plain decoding. From time to time one token is drafted in each of two rounds then, and
-    more again once that pays. While drafts pay, a plain round tells now and then whether they still
-    do, the more seldom the more they gain, and where all rounds were alike one of half the length
-    tells what a draft token costs.
+    Where acceptance is independent and equally likely from token to token, rho settles where no
+    other length would be better: at the best gamma of theorem 8. Where it is not, drafts are long
+    where the draft model is sure of itself, and short elsewhere.
+
+    **Estimates.** P is a product over the draft's tokens. A token that is drafted counts with the
+    acceptance rate of tokens of its confidence (its probability in the draft's row), which a
+    `Calibration` learns over all requests; the odds of that rate are multiplied by the request's
+    own odds of acceptance over those of all requests, as if confidence and request were independent
+    evidence. The token that is not drafted yet counts with the request's mean acceptance rate. rho
+    is a moving sum of tokens over a moving sum of times. c, and how much shorter a round without a
+    draft is, come from `RoundTimes`.
+
+    **What looking costs.** To read a token's confidence the host waits for the device. Where that
+    takes more than it is expected to gain, drafts get the length that the mean rates make best, and
+    `go_on` is None; every eighth round looks all the same, to keep knowing.
+
+    **Plain decoding.** Where no length is expected to emit more per time than a round without a
+    draft, nothing is drafted. From time to time one token is drafted in each of two rounds, and
+    drafting begins again once that pays. While drafts pay, a round without one is run now and then
+    to see whether they still do, the more seldom the more they gain; and where all rounds had the
+    same length, one of half of it shows what a draft token costs.
 
     Parameters
     ----------
     limit : int
-        Largest length.
+        Largest draft length.
     c : float
-        First guess of c.
+        First guess of the time that a draft token takes, in begun rounds.
     probe : int
-        Rounds from one such trial to the next.
+        While nothing is drafted: rounds from one trial of drafting to the next, at least 3.
     memory : int
-        Rounds after which what was accepted weighs 1/e.
+        Rounds after which a round's observations weigh 1/e, at least 2.
     clock : callable
-        Seconds by now.
+        Returns seconds from any origin; called at both ends of a round and around each look.
 
     Attributes
     ----------
     times : RoundTimes
-        Kept from one generation to the next, as is ``table``.
+        What rounds cost, by the length of their drafts.
     table : Calibration
-        See there.
+        How often draft tokens of a confidence are accepted. Both are kept from one generation to
+        the next.
 
     Notes
     -----
-    What a request drafts depends on its batch mates. Their seeds must differ, as they do unless
-    given: else coins to come have had their say. Where nothing is drafted, trials cost 2 c rounds
-    in every ``probe``.
+    What a request drafts depends on the other requests of its batch. So their seeds must differ (as
+    they do unless the caller gives equal ones): with equal seeds another request's acceptance would
+    tell this one's draft length of coins that it has not flipped yet. While nothing is drafted, the
+    trials cost 2 c begun rounds in every ``probe``.
 
     References
     ----------
@@ -81,13 +94,13 @@ class RenewalRule:
     >>> policy.start(1)
     >>> policy.lengths()
     [8]
-    >>> policy.go_on(torch.tensor([0]), None)  # a half squared, at first, against rho c = 0.3
+    >>> policy.go_on(torch.tensor([0]), None)  # P(0, 2) = 0.5 * 0.5 at first; rho c = 0.3
     tensor([False])
     """
 
-    PRIOR = 4.0  # a request counts as many trials at the rate of all requests
-    ENOUGH = 128  # evidence from which c is known well enough
-    EXPLORE = 8  # rounds from one that is to teach something to the next
+    PRIOR = 4.0  # trials at the rate of all requests that a request's own rate begins with
+    ENOUGH = 128  # evidence from which c counts as known
+    EXPLORE = 8  # every so many rounds one is run differently, to learn from it
 
     def __init__(
         self,
@@ -107,8 +120,9 @@ class RenewalRule:
         self.times, self.table = RoundTimes(c), Calibration()
         self._keep, self._clock = 1 - 1 / memory, clock
         self._everyone = _Trials(1 - 1 / (8 * memory))
-        self._worth = self._price = 0.0  # of asking: tokens a round, seconds a round
-        self._was_asked = True  # when it could be
+        # Of looking at confidence, a round: tokens that it gains, and seconds that it takes.
+        self._worth = self._price = 0.0
+        self._was_asked = True  # whether the drafter called go_on when it last had the chance
         self.start(0)
 
     def start(self, batch: int) -> None:
@@ -116,25 +130,26 @@ class RenewalRule:
         self.times.part()
         self._round = 0
         self._trials = [_Trials(self._keep) for _ in range(batch)]
+        # Moving sums: tokens of each request, time in begun rounds, time in seconds.
         self._tokens, self._time, self._seconds = [1.0] * batch, 1.0, 0.0
         self._caught_up = False  # whether the draft has run all that the target has
         self._drafted = 0  # tokens of the longest draft of the last round
 
     def lengths(self) -> list[int]:
-        """Return each request's limit in this round; the clock starts."""
+        """Return the most that each request may draft in this round; the clock starts."""
         self._begun, self._round = self._clock(), self._round + 1
-        self._paths: list[float] = []  # sums over the requests of P, token by token
-        self._seen: list[list[int | None] | None] = []  # bins, by token and request
-        self._asked = 0.0  # seconds
+        self._paths: list[float] = []  # sum over the requests of P(b, j), for j = 1, 2, ...
+        self._seen: list[list[int | None] | None] = []  # bin of confidence, by token and request
+        self._asked = 0.0  # seconds that go_on took in this round
         prior = self._everyone.rate(0.5, 1.0)
         self._alphas = [trials.rate(prior, self.PRIOR) for trials in self._trials]
         self._odds = list(map(_odds, self.table.rates()))
         self._factors = [_odds(alpha) / _odds(prior) for alpha in self._alphas]
         batch = len(self._alphas)
-        # No less than plain decoding makes.
+        # At least the rate of plain decoding, which is always to be had.
         rho = max(sum(self._tokens) / self._time, self.times.setup * batch)
-        self._needed = rho * self.times.c
-        self._share = self._needed / max(batch, 1) ** 2
+        self._needed = rho * self.times.c  # what the sum of all P must reach
+        self._share = self._needed / max(batch, 1) ** 2  # what a request's own P must reach
         self._best = self._best_length(rho)
         self._may_ask = self._is_worth_asking()
         open_end = self._best > 0 and self._may_ask and self._was_asked
@@ -146,13 +161,13 @@ class RenewalRule:
         return list(self._lengths)
 
     def _is_worth_asking(self) -> bool:
-        """Tell whether confidence makes more tokens than the time to look at it would."""
+        """Tell whether looking at confidence gains more tokens than its time is worth."""
         if self._round % self.EXPLORE == 0 or self.table.trials < self.ENOUGH:
             return True
         return self._worth * self._seconds >= self._price * sum(self._tokens)
 
     def _best_length(self, rho: float) -> int:
-        """Return the length that the mean rates make best."""
+        """Return the draft length that is best by the mean acceptance rates; 0: plain decoding."""
         gain = best = 0.0
         survival, length = [1.0] * len(self._alphas), 0
         for n in range(1, self.limit + 1):
@@ -161,11 +176,11 @@ class RenewalRule:
             if gain <= best:
                 break
             best, length = gain, n
-        # A round that drafts takes so much more time, whatever its length.
+        # A round that drafts takes longer than a plain one even before its first draft token.
         return length if best > rho * (1 - 1 / self.times.setup) else 0
 
     def _explored(self, length: int, rho: float) -> int:
-        """Return the length to try where it is not known well what others would cost."""
+        """Return ``length``, or another one where too little is known of what others cost."""
         turn = self._round % self.EXPLORE == 0
         gain = rho / len(self._alphas)
         if self.times.plain_silent >= 2 * gain * self.probe or (turn and not self.times.plain_seen):
@@ -177,7 +192,7 @@ class RenewalRule:
 
     @property
     def go_on(self) -> GoOn | None:
-        """Tells which requests draft another token; None: the lengths are all that ends drafts."""
+        """Tells which requests draft another token; None: every draft has its full length."""
         return self._answer if self._may_ask else None
 
     def _answer(self, tokens: Tensor, logits: Tensor | None) -> Tensor:
@@ -188,7 +203,7 @@ class RenewalRule:
         return torch.tensor([p > 0 for p in self._survival], device=tokens.device)
 
     def _worthwhile(self, step: int) -> list[float]:
-        """Return P of the requests that draft another token, 0 of the others."""
+        """Return P(b, step) of the requests that draft another token, 0 of the others."""
         total, found = 0.0, []
         for p, alpha, length in zip(self._survival, self._alphas, self._lengths, strict=True):
             chance = p * alpha
@@ -198,7 +213,10 @@ class RenewalRule:
         return found if total >= self._needed else [0.0] * len(found)
 
     def _see(self, tokens: Tensor, logits: Tensor | None) -> None:
-        """Count a token of each request, at the rate of its confidence if it has any."""
+        """Multiply each P by the rate at which a token of this confidence is accepted.
+
+        Without rows there is no confidence, and the request's mean rate counts.
+        """
         rates, bins = self._alphas, None
         if logits is not None:
             pairs = zip(tokens.tolist(), confidence(tokens, logits).tolist(), strict=True)
@@ -212,10 +230,11 @@ class RenewalRule:
         self._seen.append(bins)
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Hear what was accepted; the clock stops."""
+        """Learn from how many tokens were drafted and accepted; the clock stops."""
         seconds = self._clock() - self._begun
         steps = self._drafted = max(drafted, default=0)
-        # A draft that follows a plain round begins with the tokens that it has missed.
+        # The first draft behind a plain round also runs the tokens that the draft has missed: its
+        # time says nothing of the others.
         if self._caught_up or (steps == 0 and self._round > 1):
             self.times.observe(steps, seconds)
         self._caught_up = steps > 0
@@ -235,7 +254,7 @@ class RenewalRule:
             self._tokens[b] = self._keep * self._tokens[b] + taken + 1
 
     def _appraise(self, steps: int) -> None:
-        """Note what confidence was worth in this round, if it was what ended the draft."""
+        """Note what confidence gained in this round, if it was what ended the draft."""
         if not self._seen or (any(self._survival) and steps < max(self._lengths)):
             return
         worth = self._gain(steps) - self._gain(self._best)
@@ -243,7 +262,7 @@ class RenewalRule:
         self._price += (1 - self._keep) * (self._asked - self._price)
 
     def _gain(self, length: int) -> float:
-        """Return the tokens to expect of drafts of this length, less those their time is worth."""
+        """Return the tokens expected of such drafts, less those that their time is worth."""
         gain, chance = 0.0, float(len(self._alphas))
         mean = sum(self._alphas) / len(self._alphas)
         for j in range(length):
@@ -252,7 +271,7 @@ class RenewalRule:
         return gain
 
     def _calibrate(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count the tokens that were looked at and that verification tested."""
+        """Enter into the calibration what was looked at and then tested by verification."""
         found = [
             (bins[b], j < taken)
             for j, bins in enumerate(self._seen)
@@ -280,7 +299,7 @@ def _probability(odds: float) -> float:
 
 
 class _Trials:
-    """Accepted and tested draft tokens, forgetting by rounds."""
+    """Counts of accepted and tested draft tokens, in which older rounds count for less."""
 
     def __init__(self, keep: float) -> None:
         self._keep, self._accepted, self._tested = keep, 0.0, 0.0
@@ -290,5 +309,5 @@ class _Trials:
         self._tested = self._keep * self._tested + tested
 
     def rate(self, prior: float, trials: float) -> float:
-        """Return accepted / tested, with so many trials more at the prior rate."""
+        """Return accepted / tested, as if there had been ``trials`` more at the rate ``prior``."""
         return (self._accepted + trials * prior) / (self._tested + trials)

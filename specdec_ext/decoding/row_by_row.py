@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.counts import Counts
+
 if TYPE_CHECKING:
     from specdec_ext.decoding.hosting import HostedModel
 
@@ -63,17 +65,13 @@ class RowByRow:
             answers.append(row.forward(fed, last_only=last_only) if room else None)
         return _stacked(answers, 1 if last_only else tokens.shape[1])
 
-    def rollback(
-        self, drop: Sequence[int], drop_tensor: Tensor, *, across_holes: bool = False
-    ) -> None:
+    def rollback(self, drop: Counts, *, across_holes: bool = False) -> None:
         """Forget the last tokens of each row: `HostedModel.rollback`."""
         for b, row in enumerate(self._rows):
-            spared = min(self._unfed[b], drop[b])
+            spared = min(self._unfed[b], drop.host[b])
             self._unfed[b] -= spared
-            if drop[b] > spared:
-                row.rollback(
-                    [drop[b] - spared], drop_tensor[b : b + 1] - spared, across_holes=across_holes
-                )
+            if drop.host[b] > spared:
+                row.rollback(drop.row(b) - spared, across_holes=across_holes)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these rows of the batch."""
@@ -99,10 +97,10 @@ class RowByRow:
             ]
         )
 
-    def keep_nodes(self, nodes: Tensor, kept: Sequence[int], kept_tensor: Tensor) -> None:
+    def keep_nodes(self, nodes: Tensor, kept: Counts) -> None:
         """End a tree: `HostedModel.keep_nodes`."""
         for b, row in enumerate(self._rows):
-            row.keep_nodes(nodes[b : b + 1], kept[b : b + 1], kept_tensor[b : b + 1])
+            row.keep_nodes(nodes[b : b + 1], kept.row(b))
 
 
 def _stacked(answers: list[Any], width: int) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,10 @@ class Statistics:
         child accepted there, that have a child k + 1. (k counts siblings in the order of nodes.)
     rank_passed : list of int
         Trees. ``rank_passed[k]``: how often it went on to that child.
+    alpha_sum : float
+        Chains. Sum of the samples of alpha, see `alpha`.
+    alpha_samples : int
+        How many there are.
     seconds : dict of str to float
         Wall time by phase: ``prefill`` (both models on the prompt), ``draft`` (proposing),
         ``target`` (its calls), ``verify`` (the operator), ``rest`` (all else: logits processors of
@@ -126,6 +130,8 @@ class Statistics:
     new_tokens: list[int] = field(default_factory=list)
     rank_tested: list[int] = field(default_factory=list)
     rank_passed: list[int] = field(default_factory=list)
+    alpha_sum: float = 0.0
+    alpha_samples: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def __post_init__(self) -> None:
@@ -161,6 +167,11 @@ class Statistics:
             self.passed[i] += 1
         if rejected:
             self.tested[accepted] += 1
+
+    def record_alpha(self, samples: Sequence[float]) -> None:
+        """Count samples of alpha."""
+        self.alpha_sum += sum(samples)
+        self.alpha_samples += len(samples)
 
     def record_ranks(self, nodes: Iterable[tuple[int, int | None]]) -> None:
         """Count the nodes that verification came to: children, and the rank of the one taken."""
@@ -199,9 +210,23 @@ class Statistics:
         return _ratio(self.emitted, self.request_calls)
 
     @property
-    def acceptance_rate(self) -> float:
-        """``accepted / (accepted + rejected)``: the papers' alpha (NaN if nothing was tested)."""
+    def accepted_of_tested(self) -> float:
+        """``accepted / (accepted + rejected)``, of the rule in use (NaN if nothing was tested).
+
+        Under ``"token"`` it estimates `alpha`; ``"block"`` accepts more of the same drafts.
+        """
         return _ratio(self.accepted, self.accepted + self.rejected)
+
+    @property
+    def alpha(self) -> float:
+        """Mean over tested draft tokens of sum_x min(p(x), q(x)): the papers' alpha.
+
+        It belongs to the models, whatever the rule: the probability that the rule ``"token"``
+        accepts a draft token (Leviathan et al., arXiv 2211.17192, definitions 3.1 and 3.4). NaN
+        where it is not known: under rules other than "token" and "greedy" it must be asked for by
+        ``measure_alpha=True``.
+        """
+        return _ratio(self.alpha_sum, self.alpha_samples)
 
     @property
     def conditional_acceptance(self) -> list[float]:
@@ -261,6 +286,8 @@ class Statistics:
             self.new_tokens + other.new_tokens,
             add(self.rank_tested, other.rank_tested, ranks),
             add(self.rank_passed, other.rank_passed, ranks),
+            self.alpha_sum + other.alpha_sum,
+            self.alpha_samples + other.alpha_samples,
             {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES},
         )
 
@@ -283,7 +310,8 @@ class Statistics:
             "rejected",
             "bonus",
             "tokens_per_target_call",
-            "acceptance_rate",
+            "accepted_of_tested",
+            "alpha",
             "mean_accepted_length",
             "conditional_acceptance",
             "acceptance_by_rank",

@@ -13,21 +13,21 @@ __all__ = ["MovingThreshold"]
 
 
 class MovingThreshold:
-    """Rises while too little of what is drafted is accepted, and falls while more is than needed.
+    """A threshold that rises while too few draft tokens are accepted, and falls while enough are.
 
-    After a round in which a request drafted n tokens, of which k were accepted, its rate r and its
-    threshold t become ::
+    Every request has one of its own. After a round in which the request drafted n tokens, of which
+    k were accepted, its rate r and its threshold t become ::
 
         r = beta1 r + (1 - beta1) k / n
         t = beta2 t + (1 - beta2) (t + epsilon where r < alpha, else t - epsilon)
 
-    with r = 0 at first. (k / n is the authors' measure; tokens behind a rejection count.) As in the
-    authors' code, t does not fall behind a draft of the largest length, which no lower threshold
-    could make longer. Kept in [0, 1] here, the range of what it is compared with. A request that
-    drafted nothing stays.
+    with r = 0 at first. (k / n is the authors' measure; it counts tokens after a rejection, too.)
+    As in the authors' code, t does not fall after a draft of the largest length, which no lower
+    threshold could make longer. Here t is kept in [0, 1], the range of what it is compared with. A
+    request that drafted nothing keeps r and t.
 
-    The threshold goes by earlier rounds of the request alone: lossless as every policy is, and what
-    a request emits does not depend on its batch mates.
+    The threshold depends on earlier rounds of its own request only. So the output keeps the
+    target's law, and what a request emits does not depend on the other requests of its batch.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class MovingThreshold:
         return self._tensor
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int], limit: int) -> None:
-        """Hear how many tokens each request drafted, of ``limit``, and how many were accepted."""
+        """Take in how many of at most ``limit`` tokens each request drafted, and had accepted."""
         self._tensor = None
         for b, (offered, taken) in enumerate(zip(drafted, accepted, strict=True)):
             if not offered:

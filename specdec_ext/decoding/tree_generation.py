@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.contract import rule_names
-from specdec_ext.decoding.chain_generation import (
-    Burst,
-    ChainGeneration,
-    as_integers,
-    from_integers,
-)
+from specdec_ext.decoding.chain_generation import Burst, ChainGeneration
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import last_tokens
 from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
+from specdec_ext.decoding.transfer import Transfer, TreeOutcome
 
 __all__ = ["TreeGeneration"]
 
@@ -54,69 +52,65 @@ class TreeGeneration(ChainGeneration):
             draft_rows=draft.rows,
             seeds=self.seeds,
             positions=self.positions,
-            rule=self.rule,
-            raw_logprobs=self.rule_options["raw_logprobs"],
+            rule=self.rule.name,
+            raw_logprobs=self.settings.rule_options["raw_logprobs"],
             **self.filters,
         )
 
         self.clock.start("rest")
-        rows = torch.cat(
-            [
+        outcomes = [
+            TreeOutcome(*row)
+            for row in Transfer.pack(
                 verified.tokens,
                 verified.path,
                 torch.where(draft.tokens >= 0, draft.parents, -1),
-                as_integers(verified.logprobs),
-                verified.num_accepted[:, None],
-                verified.status[:, None],
-            ],
-            1,
-        ).tolist()  # the round's one host synchronisation (and the draft's, where it lacks tokens)
+                verified.logprobs,
+                verified.num_accepted,
+                verified.status,
+            ).unpack()  # the round's one host synchronisation (and the draft's: it lacks tokens)
+        ]
         self.statistics.rounds += 1
-        bursts = [self._append_path(i, row) for i, row in enumerate(rows)]
-        self._raise_if_fatal([row[-1] for row in rows])
-        self._commit_path(verified, [row[-2] for row in rows], bursts)
+        bursts = [self._append_path(i, outcome) for i, outcome in enumerate(outcomes)]
+        self._raise_if_fatal([outcome.status for outcome in outcomes])
+        accepted = Counts([outcome.accepted for outcome in outcomes], verified.num_accepted)
+        self._commit_path(verified.tokens, verified.path, accepted, bursts)
         return bursts
 
-    def _append_path(self, i: int, row: list[int]) -> Burst:
+    def _append_path(self, i: int, outcome: TreeOutcome) -> Burst:
         """Add to running request ``i`` what the round emitted, up to its end; count it."""
-        b, accepted, status = self.running[i], row[-2], row[-1]
-        nodes = (len(row) - 2) // 4
-        path, parents = row[nodes : nodes + accepted], row[2 * nodes : 3 * nodes]
-        tokens = self._emitted(b, row, accepted, status)
-        visits = _visits(path, parents)
+        b, accepted = self.running[i], outcome.accepted
+        tokens = self._emitted(b, outcome)
+        visits = _visits(outcome.path[:accepted], outcome.parents)
         rejected = visits[-1][0] > 0 and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
         self.new[b] += tokens
         self.statistics.record(
             b,
-            drafted=sum(parent >= 0 for parent in parents),
+            drafted=sum(parent >= 0 for parent in outcome.parents),
             accepted=accepted,
             emitted=len(tokens),
             rejected=rejected,
         )
         self.statistics.record_ranks(visits[: accepted + rejected])
-        logprobs = from_integers(row[3 * nodes :][: len(tokens)])
-        return Burst(b, tokens, accepted, None, logprobs)
+        return Burst(b, tokens, accepted, None, outcome.logprobs[: len(tokens)])
 
     def _commit_path(
-        self, verified: ops.VerifyTreeResult, accepted: list[int], bursts: list[Burst]
+        self, tokens: Tensor, path: Tensor, accepted: Counts, bursts: list[Burst]
     ) -> None:
         """Drop the requests that ended; of both caches keep what the others accepted."""
-        tokens, path, num_accepted = verified.tokens, verified.path, verified.num_accepted
         going = self._going(bursts)
         if not going:
             self.running = []
             return
         if len(going) < len(bursts):
             kept = self._keep(going)
-            tokens, path, num_accepted = tokens[kept], path[kept], num_accepted[kept]
-            accepted = [accepted[i] for i in going]
+            tokens, path, accepted = tokens[kept], path[kept], accepted.select(kept, going)
             self.running = [self.running[i] for i in going]
         nodes = torch.cat([torch.zeros_like(path[:, :1]), path[:, :-1]], 1)
-        self.target.keep_nodes(nodes, [n + 1 for n in accepted], num_accepted + 1)
-        self.drafter.commit(tokens, path, accepted, num_accepted)
-        self.last = last_tokens(tokens, accepted, num_accepted, 1)
-        self.positions = self.positions + num_accepted + 1
+        self.target.keep_nodes(nodes, accepted + 1)
+        self.drafter.commit(tokens, path, accepted)
+        self.last = last_tokens(tokens, accepted, 1)
+        self.positions = self.positions + accepted.device + 1
 
 
 def _visits(path: list[int], parents: list[int]) -> list[tuple[int, int | None]]:

@@ -1,13 +1,13 @@
 """Every operator in plain float64 PyTorch: the text that backends must match.
 
-Written to be read beside DESIGN.md. One request at a time, one function per rule, nothing fused.
-The argument checks live in ``csrc/torch``: shapes and dtypes are assumed clean here, values are
-not, and every corner that ``status`` reports is handled where the text says so.
+Written to be read beside docs/design.md. One request at a time, one function per rule, nothing
+fused. The argument checks live in ``csrc/torch``: shapes and dtypes are assumed clean here, values
+are not, and every corner that ``status`` reports is handled where the text says so.
 
 The words: *target* law p, *draft* law q, draft tokens ``x_1 .. x_G``. Node i of a chain is the
 state after ``x_1 .. x_i``; row i of the target logits is the law there, and column i (0-based) of
 the draft holds ``x_{i+1}`` and the law it was drawn from. ``w_i`` is the inflow of node i and
-``h_i`` the threshold of its coin (section 4 of DESIGN.md).
+``h_i`` the threshold of its coin (docs/design.md, "Acceptance").
 """
 
 from specdec_ext.reference.caches import compact_kv, tree_attention, tree_mask, tree_size

@@ -19,7 +19,7 @@ __all__ = [
 
 
 def tree_size(parents: Sequence[int]) -> int:
-    """Count the nodes that are no padding; 0 where parents are no tree (DESIGN section 6)."""
+    """Count the nodes that are no padding; 0 where parents are no tree (docs/trees.md)."""
     size = next((v for v, parent in enumerate(parents) if v > 0 and parent == -1), len(parents))
     legal = parents[0] == -1 and all(0 <= parents[v] < v for v in range(1, size))
     return size if legal and all(parent == -1 for parent in parents[size:]) else 0

@@ -1,4 +1,7 @@
-"""`verify`: the mathematics of a chain (DESIGN section 4), then one function per rule."""
+"""`verify`: the mathematics of a chain, then one function per rule.
+
+See docs/design.md, "Acceptance".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Randomness: Philox uniforms, race noise, and draws in integers (DESIGN section 5)."""
+"""Randomness: Philox uniforms, race noise, and draws in integers (docs/design.md, "Randomness")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Laws from rows of logits: filters, masks, reduced draft vocabularies (DESIGN section 3)."""
+"""Rows of logits as laws: filters, masks, reduced draft vocabularies.
+
+See docs/design.md, "Laws from logits".
+"""
 
 from __future__ import annotations
 

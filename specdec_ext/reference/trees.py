@@ -9,7 +9,7 @@ independently of its siblings, without replacement, or from what the determinist
 
 A node starts from its target law p. Each rejected child takes its share away, and what remains is
 [p - lambda q]+ outside the tokens tried: nested rejection residuals collapse to the scalar lambda,
-since [[p - l1 q]+ - l2 q]+ = [p - (l1 + l2) q]+ (DESIGN.md section 4).
+since [[p - l1 q]+ - l2 q]+ = [p - (l1 + l2) q]+ (docs/design.md, "Acceptance").
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
-"""What follows from an acceptance rate alpha, a draft length gamma and a cost ratio c.
+"""Formulae: what speculation gains, from an acceptance rate alpha, a draft length gamma, a cost c.
 
-Words. A round is one call of the target and the gamma draft calls before it. Time is counted in
-target calls; *c* is the time of a draft call in them. Conventions: *tokens* a round are those
-emitted, the bonus or replacement that ends the round included, so that plain decoding has 1;
-*alpha* is accepted / (accepted + rejected), since a draft token after a rejection is no trial. All
-but `latency` assume, as the paper does, that draft tokens are accepted independently at rate alpha
-and that the target's call takes as long on gamma + 1 tokens as on one.
+Words. A *round* is gamma calls of the draft and one call of the target, which judges the gamma
+draft tokens. Time is counted in target calls, so that *c* is the time of one draft call divided by
+that of one target call. The *tokens of a round* are those it emits, the token at its end included
+(the bonus token, or the one that replaces a rejected draft token): plain decoding has 1. *alpha* is
+the probability that a draft token is accepted, given that those before it were. Measured under the
+rule "token" it is accepted / (accepted + rejected): a draft token after a rejection was not tried.
+
+Assumptions, those of the paper, in all functions but `latency`: draft tokens are accepted
+independently of each other, each with probability alpha, and a target call on gamma + 1 tokens
+takes as long as one on a single token.
 
 Sources. Leviathan et al., "Fast inference from transformers via speculative decoding", arXiv
-2211.17192, by its own numbering (theorem 8 of the proceedings is 3.8 there); Xia et al.,
-"Speculative decoding: exploiting speculative execution for accelerating seq2seq generation", arXiv
-2203.16487; and Tulsian, Goyal, Aggarwal, a course report on the former.
+2211.17192 (theorem 8 here is theorem 3.8 there, and so on); Xia et al., "Speculative decoding:
+exploiting speculative execution for accelerating seq2seq generation", arXiv 2203.16487; and
+Tulsian, Goyal, Aggarwal, a course report on the former.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ __all__ = [
 
 
 def _check(name: str, *, alpha: float = 0.0, gamma: float = 0.0, c: float = 0.0) -> None:
-    """Check ranges. NaN, an alpha of which nothing was tested, gives NaN."""
+    """Raise where a number is out of range. An alpha of NaN (nothing was tested) passes."""
     if alpha < 0 or alpha > 1:
         raise ValueError(f"{name}: alpha must be in [0, 1], got {alpha}")
     if gamma < 0:
@@ -49,16 +53,17 @@ def _check(name: str, *, alpha: float = 0.0, gamma: float = 0.0, c: float = 0.0)
 
 
 def expected_tokens(alpha: float, gamma: float) -> float:
-    """Compute E[tokens a round] = (1 - alpha^(gamma + 1)) / (1 - alpha), equation 1.
+    """Compute the expected tokens of a round, (1 - alpha^(gamma + 1)) / (1 - alpha): equation 1.
 
-    Convention: the round's final token is counted; `accepted_length` plus 1.
+    The token at the end of the round counts. (`accepted_length`, estimated from logits, does not
+    count it.)
 
     Parameters
     ----------
     alpha : float
         Acceptance rate in [0, 1].
     gamma : float
-        Draft tokens a round. Not only whole numbers, for `walltime_gradient`.
+        Draft tokens a round. Any real number from 0 up: `walltime_gradient` needs those between.
 
     Returns
     -------
@@ -84,10 +89,10 @@ def expected_tokens(alpha: float, gamma: float) -> float:
 
 
 def accepted_share(alpha: float, gamma: int) -> float:
-    """Compute E[accepted draft tokens] / gamma, which some texts print as their alpha.
+    """Compute the expected accepted tokens of a round over gamma, which some texts call alpha.
 
-    It falls as gamma grows, alpha does not: tokens after a rejection count here as if they had
-    been tried. The table 2 of the report can only be read so.
+    It is not alpha: tokens after a rejection count here as if they had been tried and rejected, so
+    that it falls as gamma grows. Table 2 of the report makes sense only if its alpha is this.
 
     Parameters
     ----------
@@ -112,7 +117,7 @@ def accepted_share(alpha: float, gamma: int) -> float:
 
 
 def alpha_of_share(share: float, gamma: int) -> float:
-    """Compute the alpha at which `accepted_share` is ``share``.
+    """Compute alpha from accepted over drafted tokens: the inverse of `accepted_share`.
 
     Parameters
     ----------
@@ -147,11 +152,12 @@ def alpha_of_share(share: float, gamma: int) -> float:
 
 
 def walltime_factor(alpha: float, gamma: float, c: float, tokens: int | None = None) -> float:
-    """Compute how many times faster than plain decoding: theorem 8.
+    """Compute how many times faster than plain decoding speculation is: theorem 8.
 
-    (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)), for long outputs. For an output of so
-    many ``tokens`` it is exact: the rounds near the end draft no more than can be kept. It cannot
-    be above ``tokens`` then, the cap that the paper names, since one target call is always made.
+    The expected tokens of a round over its time, (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c +
+    1)). That is for long outputs. If ``tokens`` is given, the result is exact for an output of that
+    length, whose last rounds draft no more than can still be kept; it is then at most ``tokens``,
+    since at least one target call is made.
 
     Parameters
     ----------
@@ -160,9 +166,9 @@ def walltime_factor(alpha: float, gamma: float, c: float, tokens: int | None = N
     gamma : float
         Draft tokens a round; a whole number where ``tokens`` is given.
     c : float
-        Time of a draft call in target calls.
+        Time of a draft call, divided by that of a target call.
     tokens : int, optional
-        Length of the output. None: long.
+        Length of the output, at least 1. None: so long that its end does not matter.
 
     Returns
     -------
@@ -197,9 +203,10 @@ def walltime_factor(alpha: float, gamma: float, c: float, tokens: int | None = N
 
 
 def operations_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
-    """Compute how many times the operations of plain decoding: theorem 10.
+    """Compute how many times as many operations as plain decoding speculation takes: theorem 10.
 
-    (1 - alpha) (gamma c + gamma + 1) / (1 - alpha^(gamma + 1)).
+    (1 - alpha) (gamma c + gamma + 1) / (1 - alpha^(gamma + 1)): the target computes gamma + 1
+    tokens a round, whether they are kept or not.
 
     Parameters
     ----------
@@ -208,7 +215,7 @@ def operations_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
     gamma : float
         Draft tokens a round.
     c : float
-        The paper's c-hat: operations a token of the draft in those of the target.
+        Operations of the draft for one token, divided by the target's; the paper writes c-hat.
 
     Returns
     -------
@@ -230,9 +237,10 @@ def operations_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
 
 
 def memory_access_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
-    """Compute how many times the weights and keys and values read by plain decoding.
+    """Compute how many times as much memory as plain decoding speculation reads.
 
-    The target's are read once a round: 1 / `expected_tokens`, with the draft's where it has any.
+    Weights, keys and values of the target are read once a round, (gamma c + 1) / `expected_tokens`
+    times as often as in plain decoding.
 
     Parameters
     ----------
@@ -241,7 +249,8 @@ def memory_access_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
     gamma : float
         Draft tokens a round.
     c : float
-        Bytes that a draft call reads in those of a target call. 0 (the paper): not counted.
+        Bytes that a draft call reads, divided by those of a target call. The paper leaves the
+        draft out: 0.
 
     Returns
     -------
@@ -262,19 +271,21 @@ def memory_access_factor(alpha: float, gamma: float, c: float = 0.0) -> float:
 
 
 def walltime_bound(alpha: float, c: float) -> float:
-    """Compute (1 + alpha) / (1 + c): at least so much faster, with the best gamma, if alpha > c.
+    """Compute (1 + alpha) / (1 + c), a lower bound of the speed-up at the best gamma.
+
+    It holds where alpha > c, and is reached with one draft token a round.
 
     Parameters
     ----------
     alpha : float
         Acceptance rate in [0, 1].
     c : float
-        Time of a draft call in target calls.
+        Time of a draft call, divided by that of a target call.
 
     Returns
     -------
     float
-        `walltime_factor` of gamma = 1.
+        `walltime_factor` at gamma = 1.
 
     References
     ----------
@@ -291,14 +302,14 @@ def walltime_bound(alpha: float, c: float) -> float:
 
 
 def improves(alpha: float, c: float) -> bool:
-    """Tell whether some gamma is faster than plain decoding: if and only if alpha > c.
+    """Tell whether speculation at some gamma is faster than plain decoding: alpha > c.
 
     Parameters
     ----------
     alpha : float
         Acceptance rate in [0, 1].
     c : float
-        Time of a draft call in target calls.
+        Time of a draft call, divided by that of a target call.
 
     Returns
     -------
@@ -306,8 +317,8 @@ def improves(alpha: float, c: float) -> bool:
 
     References
     ----------
-    Leviathan et al., arXiv 2211.17192, corollary 9, which states the "if". The converse: each draft
-    token adds at most alpha tokens for its c.
+    Leviathan et al., arXiv 2211.17192, corollary 9, which shows that alpha > c suffices. It is also
+    necessary: each draft token adds at most alpha expected tokens, and takes c.
 
     Examples
     --------
@@ -323,9 +334,10 @@ def improves(alpha: float, c: float) -> bool:
 
 
 def walltime_gradient(alpha: float, gamma: float, c: float) -> float:
-    """Compute the derivative of `walltime_factor` in gamma.
+    """Compute the derivative of `walltime_factor` with respect to gamma.
 
-    The report climbs it, with a running mean for alpha, to choose gamma as it goes.
+    The report chooses gamma during decoding by gradient ascent on it, with a running mean for alpha
+    (`specdec_ext.decoding.GradientAscent`).
 
     Parameters
     ----------
@@ -334,7 +346,7 @@ def walltime_gradient(alpha: float, gamma: float, c: float) -> float:
     gamma : float
         Draft tokens a round.
     c : float
-        Time of a draft call in target calls.
+        Time of a draft call, divided by that of a target call.
 
     Returns
     -------
@@ -361,22 +373,23 @@ def walltime_gradient(alpha: float, gamma: float, c: float) -> float:
 
 
 def optimal_gamma_real(alpha: float, c: float) -> float:
-    """Compute the gamma that maximises theorem 8 over the reals from 0 up, in closed form.
+    """Compute the real gamma >= 0 at which `walltime_factor` is largest, in closed form.
 
     Where the derivative is 0, u = alpha^-(gamma + 1) solves u exp(-u) = exp(-k) with
-    k = 1 - log(alpha) (1/c - 1): u = -W(-exp(-k)), W the lower branch of Lambert's function.
+    k = 1 - log(alpha) (1/c - 1). So u = -W(-exp(-k)), with the lower branch W of Lambert's
+    function.
 
     Parameters
     ----------
     alpha : float
         Acceptance rate in [0, 1].
     c : float
-        Time of a draft call in target calls.
+        Time of a draft call, divided by that of a target call.
 
     Returns
     -------
     float
-        Infinity where the factor grows without end: c = 0, or alpha = 1 with c < 1.
+        Infinity where the factor grows with gamma without end: c = 0, or alpha = 1 with c < 1.
 
     References
     ----------
@@ -414,19 +427,21 @@ def _log_minus_lambert(s: float) -> float:
 
 
 def optimal_gamma(alpha: float, c: float, limit: int | None = None) -> int:
-    """Compute the whole gamma that maximises theorem 8; of equal ones, the smallest.
+    """Compute the whole gamma at which `walltime_factor` is largest; of equal ones, the smallest.
 
-    The factor rises, then falls (a concave numerator over a linear denominator), so it is one of
-    the two neighbours of `optimal_gamma_real`. 0, do not draft, if and only if alpha <= c.
+    As gamma grows, the factor rises and then falls (it is a concave function over a linear one), so
+    the best whole number is a neighbour of `optimal_gamma_real`. It is 0, do not draft, if and only
+    if alpha <= c.
 
     Parameters
     ----------
     alpha : float
         Acceptance rate in [0, 1].
     c : float
-        Time of a draft call in target calls.
+        Time of a draft call, divided by that of a target call.
     limit : int, optional
-        Largest gamma to consider. Needed where no gamma is best: c = 0, or alpha = 1 with c < 1.
+        Largest gamma to consider. It must be given where the factor grows without end: c = 0, or
+        alpha = 1 with c < 1.
 
     Returns
     -------
@@ -435,7 +450,7 @@ def optimal_gamma(alpha: float, c: float, limit: int | None = None) -> int:
     Raises
     ------
     ValueError
-        A limit is needed, or an argument is out of range.
+        A limit must be given and is not, or an argument is out of range.
 
     References
     ----------
@@ -459,7 +474,10 @@ def optimal_gamma(alpha: float, c: float, limit: int | None = None) -> int:
 
 
 def oracle_tokens(alpha: float) -> float:
-    """Compute E[tokens a round] where an oracle ends each draft at its first rejection.
+    """Compute the expected tokens of a round if each draft ended just before its first rejection.
+
+    An *oracle* that knows which draft tokens will be accepted could choose gamma so, anew in every
+    round.
 
     Parameters
     ----------
@@ -486,17 +504,17 @@ def oracle_tokens(alpha: float) -> float:
 
 
 def oracle_factor(alpha: float, c: float) -> float:
-    """Compute how many times faster than plain decoding under that oracle.
+    """Compute how many times faster than plain decoding speculation is with that oracle.
 
-    1 / (1 - alpha + c alpha): it drafts alpha / (1 - alpha) tokens a round, and all are accepted.
-    Where c <= 1, no way of choosing gamma as decoding goes is faster on average.
+    1 / (1 - alpha + c alpha): a round drafts alpha / (1 - alpha) tokens on average, and all of them
+    are accepted. Where c <= 1, no way of choosing gamma during decoding is faster on average.
 
     Parameters
     ----------
     alpha : float
         Acceptance rate in [0, 1].
     c : float
-        Time of a draft call in target calls.
+        Time of a draft call, divided by that of a target call.
 
     Returns
     -------
@@ -521,19 +539,19 @@ def oracle_factor(alpha: float, c: float) -> float:
 
 
 def latency(length: float, tokens_per_round: float, draft_time: float, verify_time: float) -> float:
-    """Compute the time of one output: length / tokens a round, times a round's time.
+    """Compute the time of one output: its number of rounds times the time of a round.
 
-    Convention: Xia's Tok. counts what a round emits, the target's own token at its end included,
-    so that plain decoding has 1; nothing is assumed of acceptance.
+    The paper's "Tok." is the number of tokens that a round emits, the target's own token at its end
+    included, so that plain decoding has 1. Nothing is assumed about acceptance.
 
     Parameters
     ----------
     length : float
         Tokens of the output.
     tokens_per_round : float
-        Tok., tokens emitted a round, at least 1.
+        Tokens that a round emits, at least 1; "Tok." in the paper.
     draft_time, verify_time : float
-        Time of a round's drafting and of its verification, in any unit.
+        Time of a round's drafting and of its target call, in any one unit.
 
     Returns
     -------

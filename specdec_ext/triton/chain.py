@@ -1,4 +1,4 @@
-"""What the chain rules share: csrc/cpu/chain.h, a program a request.
+"""What the chain rules share: csrc/core/chain.h, a program a request.
 
 Columns of a draft are looked at COLUMNS at a time, as vectors; drafts are rarely longer.
 """

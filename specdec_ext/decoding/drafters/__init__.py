@@ -8,9 +8,9 @@ from specdec_ext.decoding.drafters.interface import (
     Process,
     Requests,
     RevisableDrafter,
-    begun_or,
+    asked_for_some,
     last_tokens,
-    only,
+    prefix_or_drawn,
 )
 from specdec_ext.decoding.drafters.model import as_drafter
 from specdec_ext.decoding.drafters.parts import check_distinct
@@ -24,8 +24,8 @@ __all__ = [
     "Requests",
     "RevisableDrafter",
     "as_drafter",
-    "begun_or",
+    "prefix_or_drawn",
     "check_distinct",
     "last_tokens",
-    "only",
+    "asked_for_some",
 ]

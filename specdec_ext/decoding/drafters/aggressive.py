@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec_ext._host import InputMatcher
 from specdec_ext.decoding.checks import items, shown, token_ids
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests
-from specdec_ext.decoding.drafters.text import TextDrafter, put
+from specdec_ext.decoding.drafters.text import TextDrafter, deterministic_draft
 
 __all__ = ["AggressiveDrafter"]
 
@@ -66,16 +66,17 @@ class AggressiveDrafter(TextDrafter[_Alignment]):
     Examples
     --------
     >>> import torch
-    >>> from specdec_ext.decoding import AggressiveDrafter, Requests
+    >>> from specdec_ext.decoding import AggressiveDrafter, Counts, Requests
     >>> drafter = AggressiveDrafter([[4, 5, 6, 7, 8]])
-    >>> ids, ends, one = torch.tensor([[1, 2]]), torch.tensor([20]), torch.tensor([1])
+    >>> ids, ends = torch.tensor([[1, 2]]), torch.tensor([20])
     >>> drafter.start(Requests(ids, None, ends, 0, None, {}, greedy=True, needs_law=False))
     >>> drafter.propose(9, positions=torch.tensor([2])).tokens
     tensor([[4, 5, 6, 7, 8]])
-    >>> drafter.commit(torch.tensor([[4, 9, 0, 0, 0, 0]]), [1], one)  # 9 in the place of 5
+    >>> one = Counts.on(ids.device, [1])
+    >>> drafter.commit(torch.tensor([[4, 9, 0, 0, 0, 0]]), one)  # 9 in the place of 5
     >>> drafter.propose(9, positions=torch.tensor([4])).tokens
     tensor([], size=(1, 0), dtype=torch.int64)
-    >>> drafter.commit(torch.tensor([[6]]), [0], one - 1)
+    >>> drafter.commit(torch.tensor([[6]]), one - 1)
     >>> drafter.propose(9, positions=torch.tensor([5])).tokens
     tensor([[7, 8]])
     """
@@ -110,4 +111,6 @@ class AggressiveDrafter(TextDrafter[_Alignment]):
 
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Propose up to ``gamma`` tokens of what is left; none where output and input differ."""
-        return put([alignment.rest(gamma) for alignment in self._readers], positions)
+        return deterministic_draft(
+            [alignment.rest(gamma) for alignment in self._readers], positions
+        )

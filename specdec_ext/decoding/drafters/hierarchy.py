@@ -1,4 +1,4 @@
-"""Levels of models: a drafter's proposals pass a medium model before the target sees them."""
+"""Levels of models: a medium model verifies a drafter's proposals before the target sees them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
-from specdec_ext.contract import rule_names
+from specdec_ext.contract import RULES, rule_names
+from specdec_ext.decoding.alpha import AlphaSamples
 from specdec_ext.decoding.checks import flag
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import (
     Draft,
     Drafter,
@@ -19,82 +21,93 @@ from specdec_ext.decoding.drafters import (
     Requests,
     RevisableDrafter,
     as_drafter,
+    asked_for_some,
     check_distinct,
     last_tokens,
-    only,
 )
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.drafters.proposals import Proposals
 from specdec_ext.decoding.drafters.restarted import Restarted
 from specdec_ext.decoding.policies import GammaPolicy, as_policy
+from specdec_ext.decoding.transfer import Transfer
 
 __all__ = ["HierarchicalDrafter"]
 
-# The rules that pass on a law which proposals come from.
-RULES = rule_names(chains=True, lossless=True, reads_draft_law=True)
-# Rounds that one call of `propose` may have: the numbers that tell its rounds apart count by this.
+# Rules under which what a round emits is distributed by the medium model's rows.
+OWN_RULES = rule_names(chains=True, lossless=True, reads_draft_law=True)
+# The most inner rounds of one call of `propose`: their keys are position * MOST_ROUNDS + number.
 MOST_ROUNDS = 1024
 
 
 class HierarchicalDrafter(ModelDrafter):
-    """Draws draft tokens from a medium model, which has them drafted by a smaller one.
+    """Draws draft tokens from a medium model, which itself decodes speculatively.
 
-    Rounds of the medium model on the drafter's proposals go on until there are as many tokens as
-    were asked for; of a burst that has more, the first are taken. The rows passed to the level
-    above are the medium model's.
+    Three levels, say: small, medium, target. In an *inner round* the small model proposes tokens,
+    the medium model verifies them and adds one: a *burst* of the medium model's own text. Inner
+    rounds go on until there are as many tokens as the target was to be offered; of a burst that has
+    more, the first are taken. They are passed to the level above with the medium model's rows, as
+    tokens drawn from these. Any number of levels may lie below: the drafter may be a hierarchy.
 
-    Why the output is distributed as the target's own: verification above needs every proposed token
-    to follow, given those before it, the row that is passed on. A lossless rule makes a burst,
-    continued by draws from the medium's law p, a text of p. Take the texts that begin with
-    x_1..x_j: where the burst had ended by then, the next token was drawn from p; over all of them
-    it follows p; so it does where the burst goes on. Nothing of this depends on the rule. Where
-    bursts and drafts are cut depends on counts and on tokens that are proposed, never on what is
-    cut off.
+    **Why the output has the target's law.** Verification above needs every proposed token to be
+    distributed, given the tokens before it, by the row that is passed with it. An inner round under
+    a lossless rule emits text that is distributed as the medium model's: what it emits, continued
+    by draws from the medium's law p, is a text of p. Take all texts that begin with x_1 .. x_j. In
+    some of them the burst ended there, and the next token was drawn from p; over all of them the
+    next token follows p; hence also in those where the burst goes on. Which lossless rule it was
+    does not matter. And where bursts and drafts are cut depends on counts and on tokens that are
+    proposed, never on a token that is cut off.
 
-    Each level verifies and draws in a `Requests.stream` of its own; only the races of the rule
-    "coupled" are shared by all. A round's randomness is keyed by the call's position and the number
-    of the round in it: the target's block rule has seen more than the tokens it kept, so what a
-    rejected round drew must not come again, and where the next round begins is no key for it.
+    **Randomness.** Each level verifies and draws in a `Requests.stream` of its own (only the races
+    of the rule "coupled" are shared by all levels). The randomness of an inner round is keyed by
+    position x 1024 + the number of the round within this call, not by where the round begins: a
+    round whose tokens the target then rejects is followed by another one that begins at the same
+    place, and would flip the same coins; but the target's block rule has already looked at tokens
+    that those coins decided, so the output would be biased.
 
-    What a draft begins with does not depend on how many tokens are asked for, nor, unless a policy
-    below makes it, on the other requests of the batch. The drafter may be of any kind. A
-    `RevisableDrafter`, as all that propose something here are, is rolled back; any other one is
-    started again on the text after every round of the target. The host waits for the device once a
-    round of the medium model, and where the drafter has it wait.
+    **Batches.** What a request proposes first does not depend on how many tokens are asked for, nor
+    on the other requests, unless a policy below makes it. The host waits for the device once an
+    inner round, and wherever the drafter makes it wait.
 
-    The caller's logits processors bind the rows of every level whose vocabulary is the target's,
-    each row behind what the target has, what the levels above it have emitted in this call, and
-    what is drafted. That is one wait more for the medium model's rows, and one for each row that
-    is drafted from.
+    **Which drafters.** Of any kind. When the target rejects tokens, a `RevisableDrafter` (all that
+    propose something in this package are) is rolled back; any other one is started again on the
+    text after every round of the target.
 
-    A policy may say how many tokens the drafter proposes to the medium model. Its rounds are those
-    of the medium model in which the drafter is asked (with ``refill``, the first of each call). It
-    hears how many tokens the medium model accepted, whatever the target takes of them. A request
-    that has its tokens while others of the batch go on drafts nothing: the policy hears 0 of 0,
-    and `go_on` sees -1. Stops are asked about tokens that all stay in the draft that the medium
-    model verifies, as `policies` wants it; so the medium model's law is kept. Where the level above
-    asks its requests for different numbers of tokens, or ends their drafts early, a policy that
-    learns hears of rounds that only batch mates had use for; what a request emits then depends on
-    them, if not in law. (`RenewalRule` goes by batch mates anyway.)
+    **Logits processors** of the caller bind the rows of every level whose vocabulary is the
+    target's. Each row is processed after the text that leads to it: what the target has, what the
+    levels above have emitted in this call, and what is drafted. That makes the host wait once more
+    for the medium model's rows, and once for each row that is drafted from.
 
-    After Algorithm 3 of the follow-up report among the project's sources, in which the medium
-    model verifies once and then fills the draft up token by token (``refill``). Printed there, the
-    first token after a rejection is drawn from the medium's law, not from the residual: that is
-    biased. Here it is the residual token.
+    **A policy for gamma** says how many tokens the drafter proposes in an inner round. Its rounds
+    are the inner rounds in which the drafter is asked (with ``refill``, the first one of each
+    call), and it is told how many tokens the medium model accepted, whatever the target takes of
+    them. A request that has all its tokens while others of the batch go on drafts nothing: the
+    policy is told 0 of 0, and `go_on` sees -1. `go_on` is asked about tokens that all stay in the
+    draft, as `policies` demands, so that the medium model's law is kept. Where the level above asks
+    for different numbers of tokens, or ends some drafts early, a policy that learns is also told of
+    inner rounds that only other requests needed; what a request emits then depends on them, though
+    its law does not. (`RenewalRule` goes by the other requests anyway.)
+
+    **Source.** Algorithm 3 of the follow-up report among the project's sources, in which the medium
+    model verifies once and then fills the draft up token by token (``refill``). As printed there
+    the first token after a rejection is drawn from the medium's law instead of the residual, which
+    is biased; here it is the residual token.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The medium model: a causal language model called as Hugging Face models are.
+        The medium model: a causal language model with the interface of Hugging Face's.
     draft : torch.nn.Module or Drafter
         A smaller model over the same tokens, or any drafter, another hierarchy included.
     gamma : int or GammaPolicy
-        Draft tokens in a round of the medium model, at least 1, or the policy that chooses them for
-        each request and round: one of its own, which no other level nor `generate` uses.
+        Draft tokens in an inner round, at least 1, or the policy that chooses their number for each
+        request and round. A policy keeps state: it must be used neither at another level nor in
+        `generate`.
     rule : {"block", "token"}
-        The medium model's rule where tokens are drawn. (It is "coupled" where the target's is.)
+        The rule of the inner rounds where tokens are sampled. ("coupled" where the target's is, and
+        "greedy" at temperature 0.)
     refill : bool
-        Ask the drafter once, then fill up by the medium model alone.
+        Ask the drafter in the first inner round only; later ones are plain steps of the medium
+        model.
 
     Examples
     --------
@@ -114,20 +127,20 @@ class HierarchicalDrafter(ModelDrafter):
         refill: bool = False,
     ) -> None:
         policy = as_policy("HierarchicalDrafter: gamma", gamma, low=1)
-        if rule not in RULES:
-            known = " or ".join(map(repr, RULES))
+        if rule not in OWN_RULES:
+            known = " or ".join(map(repr, OWN_RULES))
             raise ValueError(f"HierarchicalDrafter: rule must be {known}, got {rule!r}")
         super().__init__(model)
         drafter: Any = as_drafter(draft, "HierarchicalDrafter: draft")
         self.draft: RevisableDrafter | Restarted
-        revisable = hasattr(drafter, "revise") and hasattr(drafter, "hear")
+        revisable = hasattr(drafter, "revise") and hasattr(drafter, "observe")
         self.draft = drafter if revisable else Restarted(drafter)
         self.policy = policy
         self.rule = rule
         self.refill = flag("HierarchicalDrafter: refill", refill)
         check_distinct("HierarchicalDrafter: draft", self)
-        self._level: Requests  # as this level's verification and drafter have it
-        self._ends: list[int]
+        self._level: Requests  # the requests as this level's verification and drafter see them
+        self._ends: list[int]  # position at which each request must stop
         self._text: Tensor  # [B, n], what the target has, left-padded with -1
         self._found: Proposals
 
@@ -156,6 +169,7 @@ class HierarchicalDrafter(ModelDrafter):
         self._ends = requests.ends.tolist()
         self._found = Proposals([0] * len(self._ends), ids.device)
         self.policy.start(len(self._ends))
+        self._alpha = AlphaSamples(RULES[self._rule_of(self._level)], self.policy, measured=False)
 
     def propose(  # type: ignore[override]  # it cannot go on behind others' tokens
         self, gamma: int, positions: Tensor, go_on: GoOn | None = None
@@ -178,21 +192,25 @@ class HierarchicalDrafter(ModelDrafter):
         return Draft(found.tokens[:, :width], found.rows[:, :width])
 
     def _lengths(self) -> list[int]:
-        """Return how long each text is, with what this level has emitted or heard."""
+        """Return how long each text is, with what this level has emitted or been told of."""
         assert self._cached is not None, "start() comes first"
         missing = self._missing.shape[1]
-        heard = [sum(n) for n in zip(*(heard.gained for heard in self._heard), strict=True)]
         lengths = [n + missing for n in self._cached.lengths]
-        return [n + m for n, m in zip(lengths, heard, strict=True)] if heard else lengths
+        for _, gained in self._observed:
+            lengths = [n + m for n, m in zip(lengths, gained.host, strict=True)]
+        return lengths
 
     def _room(self) -> list[int]:
-        """Return how many draft tokens each request may take, if a final token is to follow."""
+        """Return how many draft tokens still fit into each request before a final token."""
         return [max(end - n - 1, 0) for end, n in zip(self._ends, self._lengths(), strict=True)]
 
     def _process(
         self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
-        """Process rows behind what the target has, what this call has emitted, and a draft."""
+        """Run the caller's processors on rows, each after the text that leads to it.
+
+        That is what the target has, what this call has emitted so far, and ``drafted``.
+        """
         assert self._requests.process is not None, "of a level that has processors"
         texts = self._found.emitted
         if emitted is not None:  # by the level below
@@ -200,7 +218,7 @@ class HierarchicalDrafter(ModelDrafter):
         return self._requests.process(logits, drafted, texts)
 
     def _round(self, number: int, positions: Tensor, found: Proposals) -> None:
-        """Have the drafter propose; take what the medium model makes of it."""
+        """Run one inner round: the drafter proposes, the medium model verifies, all take it in."""
         assert self._cached is not None, "start() comes first"
         positions = self._keys(positions, number, found)
         asked = not (self.refill and number)
@@ -213,18 +231,25 @@ class HierarchicalDrafter(ModelDrafter):
             logits = self._level.process(logits, draft.tokens)
         tokens, num_accepted = self._verify(logits, draft, lengths, positions)
         drafted = (draft.tokens >= 0).long().cumprod(1).sum(1)
-        rows = torch.cat([tokens, num_accepted[:, None], drafted[:, None]], 1).tolist()
-        accepted = [row[-2] for row in rows]
+        overlaps = self._alpha.overlaps(logits, draft, self._level.filters) if asked else None
+        rows = Transfer.pack(
+            tokens, num_accepted, drafted, *([] if overlaps is None else [overlaps])
+        ).unpack()
+        accepted = Counts([row[1] for row in rows], num_accepted)
+        bursts = [row[0][: row[1] + 1] for row in rows]
         if asked:
-            drafts = zip(rows, lengths, strict=True)
-            self.policy.commit([min(row[-1], length) for row, length in drafts], accepted)
-        self._cached.rollback([gamma - n for n in accepted], gamma - num_accepted)
-        self.draft.commit(tokens, accepted, num_accepted)
-        self._missing = last_tokens(tokens, accepted, num_accepted, 1)
-        found.add(tokens, logits, [row[: n + 1] for row, n in zip(rows, accepted, strict=True)])
+            counts = [min(row[2], length) for row, length in zip(rows, lengths, strict=True)]
+            for (_, taken, _, *measured), count in zip(rows, counts, strict=True):
+                self._alpha.add(taken, taken < count, *measured)
+            self._alpha.end_round()
+            self.policy.commit(counts, accepted.host)
+        self._cached.rollback(gamma - accepted)
+        self.draft.commit(tokens, accepted)
+        self._missing = last_tokens(tokens, accepted, 1)
+        found.add(tokens, logits, bursts)
 
     def _draft_lengths(self, found: Proposals) -> list[int]:
-        """Return how many tokens each request may draft; none where it has its tokens."""
+        """Return how many tokens each request may draft; 0 where it has all its tokens already."""
         allowed = zip(self.policy.lengths(), self._room(), found.unfinished, strict=True)
         return [min(length, room) if more else 0 for length, room, more in allowed]
 
@@ -232,21 +257,23 @@ class HierarchicalDrafter(ModelDrafter):
         """Have the drafter propose so many tokens."""
         go_on = self.policy.go_on
         if go_on is not None and min(lengths) == 0:
-            go_on = only(torch.tensor(lengths, device=positions.device) > 0, go_on)
+            go_on = asked_for_some(go_on, torch.tensor(lengths, device=positions.device) > 0)
         return self.draft.propose(max(lengths), positions, go_on)
 
     def _keys(self, positions: Tensor, number: int, found: Proposals) -> Tensor:
-        """Return the positions that a round draws at: no round of any call has the same."""
-        if self._level.coupled:  # races are keyed by where a token stands
-            return positions + found.heard_tensor
+        """Return the positions that key an inner round's randomness: each round has its own."""
+        if self._level.coupled:  # races are keyed by the position of the token itself
+            return positions + found.lengths.device
         return positions * MOST_ROUNDS + number
+
+    def _rule_of(self, level: Requests) -> str:
+        return "greedy" if level.greedy else "coupled" if level.coupled else self.rule
 
     def _verify(
         self, logits: Tensor, draft: Draft, lengths: list[int], positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the burst ``[B, G + 1]`` and how many of its tokens were accepted."""
         level, gamma = self._level, draft.tokens.shape[1]
-        rule = "greedy" if level.greedy else "coupled" if level.coupled else self.rule
         limits = None
         if min(lengths) < gamma:
             limits = torch.tensor(lengths, device=logits.device).clamp(max=gamma)
@@ -259,45 +286,38 @@ class HierarchicalDrafter(ModelDrafter):
             seeds=level.seeds,
             positions=positions,
             stream=level.stream,
-            rule=rule,
+            rule=self._rule_of(level),
             **level.filters,
         )
         return verified.tokens, verified.num_accepted
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Roll every level back to what was accepted, and take the final token."""
-        found = self._found
-        drop = [n - kept for n, kept in zip(found.heard, accepted, strict=True)]
-        before = [n - m for n, m in zip(self._lengths(), found.heard, strict=True)]
-        gained = [n + 1 for n in accepted]
-        text = self._longer(before, tokens, gained, num_accepted + 1)
-        self.revise(text, drop, found.heard_tensor - num_accepted)
+        emitted = self._found.lengths
+        before = [n - m for n, m in zip(self._lengths(), emitted.host, strict=True)]
+        self.revise(self._longer(before, tokens, accepted + 1), emitted - accepted)
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Note, on every level, tokens that others' rounds added."""
-        self._text = self._longer(self._lengths(), tokens, gained, num_gained)
-        super().hear(tokens, gained, num_gained)
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Take note, on every level, of tokens that were emitted in rounds of other drafters."""
+        self._text = self._longer(self._lengths(), tokens, gained)
+        super().observe(tokens, gained)
         if isinstance(self.draft, Restarted):
             self.draft.restart(self._text)
         else:
-            self.draft.hear(tokens, gained, num_gained)
+            self.draft.observe(tokens, gained)
 
-    def _longer(
-        self, lengths: list[int], tokens: Tensor, gained: Sequence[int], num_gained: Tensor
-    ) -> Tensor:
-        """Return what the target has, ``lengths`` long, with the first ``gained[b]`` tokens."""
+    def _longer(self, lengths: list[int], tokens: Tensor, gained: Counts) -> Tensor:
+        """Return each text, now ``lengths[b]`` long, with the first ``gained`` of ``tokens``."""
         known = self._text.shape[1]
-        longest = max(n + m for n, m in zip(lengths, gained, strict=True))
-        last = [known - 1 + n for n in gained]
-        short = max(longest - 1 - min(last), 0)  # columns that the padding must grow by
+        longest = max(n + m for n, m in zip(lengths, gained.host, strict=True))
+        short = max(longest - known - min(gained.host), 0)  # the padding grows by so many
         history = torch.nn.functional.pad(torch.cat([self._text, tokens], 1), (short, 0), value=-1)
-        last = [n + short for n in last]
-        return last_tokens(history, last, known - 1 + short + num_gained, longest)
+        return last_tokens(history, gained + (known - 1 + short), longest)
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+    def revise(self, text: Tensor, drop: Counts) -> None:
         """Take tokens back on every level, and take one in their place."""
-        super().revise(text, drop, drop_tensor)
-        self.draft.revise(text, drop, drop_tensor)
+        super().revise(text, drop)
+        self.draft.revise(text, drop)
         self._text = text
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:

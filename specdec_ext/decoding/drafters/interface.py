@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.contract import DOMAIN_COUPLED, DOMAIN_DRAFT
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.texts import on_the_host
 
 __all__ = [
@@ -21,9 +22,9 @@ __all__ = [
     "Process",
     "Requests",
     "RevisableDrafter",
-    "begun_or",
+    "prefix_or_drawn",
     "last_tokens",
-    "only",
+    "asked_for_some",
 ]
 
 #: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
@@ -195,10 +196,10 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens and hears what became of them.
+    """Proposes draft tokens, and is told what became of them.
 
     A round is one `propose` and one `commit`. `select` comes between the two, when requests end.
-    One that can stand in a `StackedDrafter` also has ``hear`` (`stacked.StackableDrafter`).
+    One that can stand in a `StackedDrafter` also has ``observe`` (`stacked.StackableDrafter`).
     """
 
     @property
@@ -219,17 +220,15 @@ class Drafter(Protocol):
         verification never sees. A drafter whose tokens cost something asks ``go_on``.
         """
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
-        """Hear what verification emitted.
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
+        """Take note of what verification emitted.
 
         Parameters
         ----------
         tokens : Tensor
-            ``[B, G + 1]``: ``accepted[b]`` draft tokens, the final token, then anything.
-        accepted : sequence of int
-            One number a request.
-        num_accepted : Tensor
-            ``[B]``, the same numbers on the device.
+            ``[B, G + 1]``: the accepted draft tokens, the final token, then anything.
+        accepted : Counts
+            How many draft tokens of each request were accepted.
         """
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
@@ -242,22 +241,20 @@ class RevisableDrafter(Drafter, Protocol):
     There tokens that were committed are no more than proposals to the level above.
     """
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+    def revise(self, text: Tensor, drop: Counts) -> None:
         """Take tokens back that commits emitted, and take one in their place.
 
         Parameters
         ----------
         text : Tensor
-            ``[B, n]``, what each request's text is now, left-padded with -1: its last ``drop[b]``
-            tokens are gone, and a new one ends it.
-        drop : sequence of int
-            One number a request.
-        drop_tensor : Tensor
-            ``[B]``, the same numbers on the device.
+            ``[B, n]``, what each request's text is now, left-padded with -1: its last tokens are
+            gone, and a new one ends it.
+        drop : Counts
+            How many tokens of each request are gone.
         """
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Hear tokens that it did not propose, as a `StackableDrafter` does."""
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Take note of tokens that it did not propose, as a `StackableDrafter` does."""
 
 
 @dataclass
@@ -273,40 +270,39 @@ class NoDrafter:
         """Propose no token."""
         return Draft(torch.empty(positions.shape[0], 0, dtype=torch.int64, device=positions.device))
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
-        """Hear what was emitted."""
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
+        """Take note of what was emitted."""
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
 
 
-def last_tokens(history: Tensor, last: Sequence[int], last_tensor: Tensor, width: int) -> Tensor:
-    """Return the ``width`` tokens of each row that end at column ``last[b]``, ``[B, width]``.
+def last_tokens(history: Tensor, last: Counts, width: int) -> Tensor:
+    """Return the ``width`` tokens of each row that end at its column ``last``, ``[B, width]``.
 
     Parameters
     ----------
     history : Tensor
         ``[B, n]`` tokens.
-    last : sequence of int
-        One column a row.
-    last_tensor : Tensor
-        ``[B]``, the same columns on the device.
+    last : Counts
+        Which column.
     width : int
         How many.
     """
-    if min(last) == max(last):
-        return history[:, last[0] + 1 - width : last[0] + 1]
+    end = max(last.host) + 1
+    if min(last.host) + 1 == end:
+        return history[:, end - width : end]
     columns = torch.arange(1 - width, 1, device=history.device)
-    return history.gather(1, last_tensor.long()[:, None] + columns)
+    return history.gather(1, last.device.long()[:, None] + columns)
 
 
-def begun_or(drawn: Tensor, begun: Tensor | None, i: int) -> Tensor:
-    """Return ``drawn`` ``[B]``, but column ``i`` of ``begun`` ``[B, F]`` where it holds a token."""
-    if begun is None or i >= begun.shape[1]:
+def prefix_or_drawn(prefix: Tensor | None, drawn: Tensor, i: int) -> Tensor:
+    """Return token ``i`` of ``prefix`` ``[B, F]`` where there is one, else ``drawn`` ``[B]``."""
+    if prefix is None or i >= prefix.shape[1]:
         return drawn
-    return torch.where(begun[:, i] >= 0, begun[:, i], drawn)
+    return torch.where(prefix[:, i] >= 0, prefix[:, i], drawn)
 
 
-def only(rows: Tensor, go_on: GoOn) -> GoOn:
-    """Ask ``go_on`` for the requests ``rows`` ``[B]`` alone; the others stop."""
+def asked_for_some(go_on: GoOn, rows: Tensor) -> GoOn:
+    """Ask ``go_on`` for the requests ``rows`` ``[B]`` bool alone; the others stop."""
     return lambda tokens, logits: go_on(torch.where(rows, tokens, -1), logits) & rows

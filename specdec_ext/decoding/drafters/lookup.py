@@ -7,7 +7,7 @@ from torch import Tensor
 from specdec_ext._host import RepeatFinder
 from specdec_ext.decoding.checks import integer
 from specdec_ext.decoding.drafters import Draft, GoOn
-from specdec_ext.decoding.drafters.text import TextDrafter, put
+from specdec_ext.decoding.drafters.text import TextDrafter, deterministic_draft
 
 __all__ = ["LookupDrafter"]
 
@@ -66,4 +66,4 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Copy up to ``gamma`` tokens; none where nothing matches."""
         copies = [finder.continuation(gamma, self.min_match) for finder in self._readers]
-        return put(copies, positions)
+        return deterministic_draft(copies, positions)

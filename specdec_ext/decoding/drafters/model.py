@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from specdec_ext.decoding.checks import is_model, shown
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters.interface import (
     Draft,
     Drafter,
     GoOn,
     NoDrafter,
     Requests,
-    begun_or,
     last_tokens,
+    prefix_or_drawn,
 )
 
 if TYPE_CHECKING:
@@ -25,13 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["ModelDrafter", "as_drafter"]
 
 
-class _Heard(NamedTuple):
+class _Observed(NamedTuple):
     tokens: Tensor  # [B, n]
-    gained: list[int]  # how many of them, of each row
-    num_gained: Tensor  # [B]
+    gained: Counts  # how many of them, of each row
 
-    def select(self, rows: Tensor, indices: Sequence[int]) -> _Heard:
-        return _Heard(self.tokens[rows], [self.gained[i] for i in indices], self.num_gained[rows])
+    def select(self, rows: Tensor, indices: Sequence[int]) -> _Observed:
+        return _Observed(self.tokens[rows], self.gained.select(rows, indices))
 
 
 class ModelDrafter:
@@ -59,7 +59,7 @@ class ModelDrafter:
         self._cached: HostedModel | None = None
         self._requests: Requests
         self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
-        self._heard: list[_Heard] = []  # what comes behind them, by others
+        self._observed: list[_Observed] = []  # what comes behind them, by others
 
     @property
     def calls(self) -> int:
@@ -77,37 +77,37 @@ class ModelDrafter:
         )
         self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self._missing = ids[:, -1:]
-        self._heard = []
+        self._observed = []
 
     def propose(
         self,
         gamma: int,
         positions: Tensor,
         go_on: GoOn | None = None,
-        begun: Tensor | None = None,
+        prefix: Tensor | None = None,
     ) -> Draft:
         """Sample up to ``gamma`` tokens, each from the law after the ones before it.
 
         Parameters
         ----------
         gamma : int
-            How many, those of ``begun`` included.
+            How many, those of ``prefix`` included.
         positions : Tensor
             ``[B]``, where the first goes.
         go_on : callable, optional
-            As in `Drafter`; where ``begun`` goes on, so does the draft.
-        begun : Tensor, optional
+            As in `Drafter`; where ``prefix`` goes on, so does the draft.
+        prefix : Tensor, optional
             ``[B, F]`` int64, tokens that another drafter put at the head, -1 behind them; fewer
             than ``gamma`` in some row. What all rows have is run in one call.
         """
         assert self._cached is not None, "start() comes first"
         self._take_in()
-        shared = 0 if begun is None else int((begun >= 0).all(0).sum())
+        shared = 0 if prefix is None else int((prefix >= 0).all(0).sum())
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         feed = self._missing
-        if begun is not None:
-            tokens.append(begun[:, :shared])
+        if prefix is not None:
+            tokens.append(prefix[:, :shared])
             feed = torch.cat([feed, tokens[0]], 1)
             if go_on is not None:
                 for token in tokens[0].T:
@@ -119,15 +119,16 @@ class ModelDrafter:
                 logits = self._requests.process(
                     logits, torch.cat([self._missing[:, :0], *tokens], 1)
                 )
-            feed = begun_or(self._draw(logits[:, 0], positions, i)[:, 0], begun, i)[:, None]
+            drawn = self._draw(logits[:, 0], positions, i)[:, 0]
+            feed = prefix_or_drawn(prefix, drawn, i)[:, None]
             tokens.append(feed if going is None else torch.where(going[:, None], feed, -1))
             laws.append(logits)
             if go_on is None or i == gamma - 1:
                 continue
             wanted = go_on(tokens[-1][:, 0], logits[:, 0])
             going = wanted if going is None else going & wanted
-            if begun is not None and i + 1 < begun.shape[1]:
-                going |= begun[:, i + 1] >= 0
+            if prefix is not None and i + 1 < prefix.shape[1]:
+                going |= prefix[:, i + 1] >= 0
             count = sum(going.tolist())
             if not count:
                 break
@@ -141,82 +142,78 @@ class ModelDrafter:
         """Draw draft token ``i`` (0-based) of each row, ``[B, 1]``; -1 where a row has no law."""
         return self._requests.draw(logits, positions, i)[:, None]
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Roll back what was rejected and note which tokens the cache lacks."""
         assert self._cached is not None, "start() comes first"
         gamma, known = tokens.shape[1] - 1, self._missing.shape[1]
         lacks = 1 if gamma else known  # the last draft token was not run
-        drop = [gamma - n for n in accepted]
-        width = self._take_back(lacks, drop, gamma - num_accepted)
+        width = self._take_back(lacks, gamma - accepted)
         history = torch.cat([self._missing, tokens], 1)
-        last = [known + n for n in accepted]
-        self._missing = last_tokens(history, last, known + num_accepted, width)
+        self._missing = last_tokens(history, accepted + known, width)
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+    def revise(self, text: Tensor, drop: Counts) -> None:
         """Take tokens back that commits emitted, and take one in their place."""
         assert self._cached is not None, "start() comes first"
         self._take_in()
         lacks = self._missing.shape[1]
-        fewest = min(drop)
-        if any(cached < n - fewest for cached, n in zip(self._cached.lengths, drop, strict=True)):
+        fewest = min(drop.host)
+        rows = zip(self._cached.lengths, drop.host, strict=True)
+        if any(cached < n - fewest for cached, n in rows):
             # Rounds without a draft: some text is now shorter than what the cache lacks of others.
             self._cached.forward(self._missing[:, :-1], last_only=True)
             lacks = 1
-        width = self._take_back(lacks, drop, drop_tensor, across_holes=True)
+        width = self._take_back(lacks, drop, across_holes=True)
         self._missing = text[:, text.shape[1] - width :]
 
-    def _take_back(self, lacks: int, drop: Sequence[int], drop_tensor: Tensor, **how: bool) -> int:
-        """Take back the last ``drop[b]`` tokens of each text, of which the cache lacks ``lacks``.
+    def _take_back(self, lacks: int, drop: Counts, **how: bool) -> int:
+        """Take back the last ``drop`` tokens of each text, of which the cache lacks ``lacks``.
 
         Returns how many tokens it lacks when one more has come, of the row that it lacks most of;
         ``how`` is for its own rollback.
         """
         assert self._cached is not None, "start() comes first"
-        lacks_still = max(lacks - min(drop), 0)
+        lacks_still = max(lacks - min(drop.host), 0)
         taken = lacks - lacks_still
-        self._cached.rollback([n - taken for n in drop], drop_tensor - taken, **how)
+        self._cached.rollback(drop - taken, **how)
         return lacks_still + 1
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
         """Note tokens that others' rounds added; the next round takes them in.
 
         Parameters
         ----------
         tokens : Tensor
-            ``[B, n]``: ``gained[b]`` tokens, then anything.
-        gained : sequence of int
-            One number a request.
-        num_gained : Tensor
-            ``[B]``, the same numbers on the device.
+            ``[B, n]``: ``gained`` tokens, then anything.
+        gained : Counts
+            How many tokens each request gained.
         """
-        self._heard.append(_Heard(tokens, list(gained), num_gained))
+        self._observed.append(_Observed(tokens, gained))
 
     def _take_in(self) -> None:
-        """Make what was heard part of what the cache lacks.
+        """Make what was observed part of what the cache lacks.
 
         Where rows gained different numbers of tokens, one call runs all of them but the last one.
         """
-        if not self._heard:
+        if not self._observed:
             return
         assert self._cached is not None
-        known = self._missing.shape[1]
-        counts = [
-            known + sum(n) for n in zip(*(heard.gained for heard in self._heard), strict=True)
-        ]
-        lengths = known + torch.stack([heard.num_gained for heard in self._heard]).sum(0)
+        batch, known = self._missing.shape
+        lengths = Counts.full(batch, known, self._missing.device)
         real = [torch.ones_like(self._missing, dtype=torch.bool)]
-        for heard in self._heard:
-            columns = torch.arange(heard.tokens.shape[1], device=lengths.device)
-            real.append(columns < heard.num_gained[:, None])
-        text = torch.cat([self._missing, *(heard.tokens for heard in self._heard)], 1)
+        for tokens, gained in self._observed:
+            lengths = lengths + gained
+            columns = torch.arange(tokens.shape[1], device=tokens.device)
+            real.append(columns < gained.device[:, None])
+        text = torch.cat([self._missing, *(tokens for tokens, _ in self._observed)], 1)
         real_first = torch.cat(real, 1).sort(dim=1, descending=True, stable=True).indices
-        text = text.gather(1, real_first)[:, : max(counts)]
-        self._missing, self._heard = text, []
-        if min(counts) == max(counts):
+        longest = max(lengths.host)
+        text = text.gather(1, real_first)[:, :longest]
+        self._missing, self._observed = text, []
+        if min(lengths.host) == longest:
             return
         self._cached.forward(text[:, :-1], last_only=True)
-        self._cached.rollback([max(counts) - n for n in counts], max(counts) - lengths)
-        self._missing = last_tokens(text, [n - 1 for n in counts], lengths - 1, 1)
+        self._cached.rollback(longest - lengths)
+        self._missing = last_tokens(text, lengths - 1, 1)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""
@@ -224,7 +221,7 @@ class ModelDrafter:
         self._requests = self._requests.select(rows)
         self._cached.select(rows, indices)
         self._missing = self._missing[rows]
-        self._heard = [heard.select(rows, indices) for heard in self._heard]
+        self._observed = [seen.select(rows, indices) for seen in self._observed]
 
 
 def as_drafter(draft: Any | Drafter | None, name: str = "draft") -> Drafter:

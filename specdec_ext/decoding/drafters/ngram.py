@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.decoding.checks import flag, integer, is_listing, number, shown, token_ids
-from specdec_ext.decoding.drafters import Draft, GoOn, begun_or
+from specdec_ext.decoding.drafters import Draft, GoOn, prefix_or_drawn
 from specdec_ext.decoding.drafters.text import TextDrafter
 
 __all__ = ["NgramDrafter"]
@@ -162,7 +162,7 @@ class NgramDrafter(TextDrafter[_Reader]):
         gamma: int,
         positions: Tensor,
         go_on: GoOn | None = None,
-        begun: Tensor | None = None,
+        prefix: Tensor | None = None,
     ) -> Draft:
         """Draw ``gamma`` tokens, each after the ones before it.
 
@@ -174,7 +174,7 @@ class NgramDrafter(TextDrafter[_Reader]):
             ``[B]``, where the first goes.
         go_on : callable, optional
             Not asked.
-        begun : Tensor, optional
+        prefix : Tensor, optional
             ``[B, F]`` int64, tokens that another drafter put at the head, -1 behind them.
         """
         texts = [list(reader.context) for reader in self._readers]
@@ -183,7 +183,7 @@ class NgramDrafter(TextDrafter[_Reader]):
         for i in range(gamma):
             rows = [reader.law(text) for reader, text in zip(self._readers, texts, strict=True)]
             laws.append(self._requests.processed(torch.stack(rows).log().float(), tokens))
-            tokens.append(begun_or(self._draw(laws[-1], positions, i), begun, i))
+            tokens.append(prefix_or_drawn(prefix, self._draw(laws[-1], positions, i), i))
             for text, token in zip(texts, tokens[-1].tolist(), strict=True):
                 text.append(token)
         if not tokens:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import GoOn
 
 __all__ = ["Proposals"]
@@ -29,20 +30,16 @@ class Proposals:
         self.wanted = wanted
         self.keep_rows = keep_rows
         self.emitted: list[list[int]] = [[] for _ in wanted]  # by the medium model, cut off or not
-        self.heard_tensor = torch.zeros(len(wanted), dtype=torch.int64, device=device)  # [B]
-        self.tokens = self.heard_tensor.new_full((len(wanted), max(wanted)), -1)
+        #: How many tokens the medium model emitted, of each request.
+        self.lengths = Counts.full(len(wanted), 0, device)
+        self.tokens = self.lengths.device.new_full((len(wanted), max(wanted)), -1)
         self.rows: Tensor | None = None  # [B, G, V], the law of each token, if it is kept
         self._asked = 0  # tokens of each request that go_on has seen
 
     @property
-    def heard(self) -> list[int]:
-        """How many tokens the medium model emitted, of each request."""
-        return [len(text) for text in self.emitted]
-
-    @property
     def unfinished(self) -> list[bool]:
         """Which requests lack tokens."""
-        return [n < wanted for n, wanted in zip(self.heard, self.wanted, strict=True)]
+        return [n < wanted for n, wanted in zip(self.lengths.host, self.wanted, strict=True)]
 
     @property
     def complete(self) -> bool:
@@ -61,11 +58,10 @@ class Proposals:
         """
         if self.keep_rows and self.rows is None:
             self.rows = logits.new_zeros(*self.tokens.shape, logits.shape[2])
-        heard = self.heard
         places = [
-            (b, heard[b] + i, i)
-            for b, burst in enumerate(bursts)
-            for i in range(min(len(burst), self.wanted[b] - heard[b]))
+            (b, known + i, i)
+            for b, (burst, known) in enumerate(zip(bursts, self.lengths.host, strict=True))
+            for i in range(min(len(burst), self.wanted[b] - known))
         ]
         b, to, i = torch.tensor(places, device=tokens.device).T
         self.tokens[b, to] = tokens[b, i]
@@ -73,7 +69,7 @@ class Proposals:
             self.rows[b, to] = logits[b, i]
         for text, burst in zip(self.emitted, bursts, strict=True):
             text += burst
-        self.heard_tensor = torch.tensor(self.heard, device=tokens.device)
+        self.lengths = Counts.on(tokens.device, [len(text) for text in self.emitted])
 
     def ask(self, go_on: GoOn) -> None:
         """Ask about each token but the last, when every request that has it to propose has it."""
@@ -90,9 +86,11 @@ class Proposals:
 
     def _has(self, i: int) -> bool:
         """Tell whether token ``i`` is there, of each request that is to propose it."""
-        return all(n > i or wanted <= i for n, wanted in zip(self.heard, self.wanted, strict=True))
+        return all(
+            n > i or wanted <= i for n, wanted in zip(self.lengths.host, self.wanted, strict=True)
+        )
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
-        """Keep what these requests have heard."""
+        """Keep what the medium model emitted of these requests."""
         self.emitted = [self.emitted[i] for i in indices]
-        self.heard_tensor = self.heard_tensor[rows]
+        self.lengths = self.lengths.select(rows, indices)

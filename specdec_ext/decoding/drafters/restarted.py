@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests
 
 __all__ = ["Restarted"]
@@ -39,21 +40,21 @@ class Restarted:
         self.draft.start(requests)
 
     def propose(
-        self, gamma: int, positions: Tensor, go_on: GoOn | None = None, **begun: Tensor
+        self, gamma: int, positions: Tensor, go_on: GoOn | None = None, **prefix: Tensor
     ) -> Draft:
-        """Propose up to ``gamma`` tokens, behind those of ``begun`` if it can."""
-        draft: Draft = self.draft.propose(gamma, positions, go_on, **begun)
+        """Propose up to ``gamma`` tokens, behind those of a ``prefix`` if it can."""
+        draft: Draft = self.draft.propose(gamma, positions, go_on, **prefix)
         return draft
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
-        """Hear what was emitted."""
-        self.draft.commit(tokens, accepted, num_accepted)
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
+        """Take note of what was emitted."""
+        self.draft.commit(tokens, accepted)
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Hear tokens that it did not propose, if it can stand in a stack."""
-        self.draft.hear(tokens, gained, num_gained)
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Take note of tokens that it did not propose, if it can stand in a stack."""
+        self.draft.observe(tokens, gained)
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+    def revise(self, text: Tensor, drop: Counts) -> None:
         """Take tokens back that commits emitted, and take one in their place."""
         self.restart(text)
 

@@ -1,4 +1,4 @@
-"""Several drafters, one above the other: who has something to propose drafts."""
+"""Several drafters in order of preference: the first that has a proposal for a request drafts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from specdec_ext.decoding.checks import flag
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import (
     Draft,
     Drafter,
     GoOn,
     Requests,
     as_drafter,
+    asked_for_some,
     check_distinct,
-    only,
 )
 from specdec_ext.decoding.drafters.restarted import Restarted
 
@@ -25,60 +26,62 @@ __all__ = ["StackableDrafter", "StackedDrafter"]
 
 
 class StackableDrafter(Drafter, Protocol):
-    """A drafter that can be told of rounds in which others drafted."""
+    """A drafter that can be told of tokens which came out of rounds of other drafters."""
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Hear tokens that it did not propose; maybe without a `propose` before, maybe often.
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Take note of tokens that it did not propose.
+
+        This may come without a `propose` before it, and several times in a round.
 
         Parameters
         ----------
         tokens : Tensor
-            ``[B, n]``: ``gained[b]`` tokens, then anything.
-        gained : sequence of int
-            One number a request, 0 among them.
-        num_gained : Tensor
-            ``[B]``, the same numbers on the device.
+            ``[B, n]``: ``gained`` tokens, then anything.
+        gained : Counts
+            How many tokens each request gained; 0 is among them.
         """
 
 
 class _Share(NamedTuple):
-    """What one drafter proposed in a round."""
+    """What one drafter proposed in a round, and how much of it went into the draft."""
 
     draft: Draft
-    used: list[int]  # of its tokens, from the first, in each request's draft
-    num_used: Tensor  # [B]
+    used: Counts  # how many of its tokens, from the first, are in each request's draft
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> _Share:
-        draft = Draft(self.draft.tokens[rows])
-        return _Share(draft, [self.used[i] for i in indices], self.num_used[rows])
+        return _Share(Draft(self.draft.tokens[rows]), self.used.select(rows, indices))
 
 
 class StackedDrafter:
-    """The first drafter that proposes something for a request drafts for it.
+    """Asks several drafters in order; the first that has a proposal for a request drafts for it.
 
-    A drafter is asked only while some request has no draft yet: a small model under a lookup costs
-    nothing in rounds in which the lookup serves every request. All of them hear every token that is
-    emitted. One draft may hold tokens that were put and tokens that were drawn, each verified as
-    what it is (``Draft.kinds``); which drafter a request gets depends on whether there is a
-    proposal, never on a drawn token, so what is emitted is distributed as the target's own under
-    every lossless rule. The host waits for the device once for every drafter that is asked.
+    A drafter is asked only while some request has no draft yet: a small model after a lookup costs
+    nothing in rounds in which the lookup serves every request. All drafters are told of every token
+    that is emitted. One draft may hold deterministic tokens and sampled ones; each is verified as
+    what it is (``Draft.kinds``).
 
-    In a hierarchy each drafter takes tokens back by its own `RevisableDrafter.revise`: a model's
-    cache is rolled back, not filled again. One that has none is started again on the text.
+    The output keeps the target's law under every lossless rule: which drafter serves a request
+    depends on whether there is a proposal, never on the value of a sampled token. The host waits
+    for the device once for every drafter that is asked.
+
+    As a level of a hierarchy each drafter takes tokens back by its own `RevisableDrafter.revise`,
+    so that a model's cache is rolled back instead of being filled again. A drafter without that
+    method is started again on the text.
 
     Parameters
     ----------
     *drafters : torch.nn.Module or Drafter
-        The first one first; a model stands for the `ModelDrafter` that drives it.
+        In order of preference. A model stands for the `ModelDrafter` that drives it.
     continued : bool
-        Whether the last one goes on where the others' tokens end, up to gamma, for every request:
-        it runs over their tokens as if it had drawn them. It must be a model or a `NgramDrafter`.
+        Whether the last drafter continues the others' proposals up to gamma tokens, for every
+        request. It then runs over their tokens as if they were its own. It must be a model or a
+        `NgramDrafter`.
 
     Raises
     ------
     TypeError
-        A drafter that cannot hear of others' rounds or, if ``continued``, go on behind others'
-        tokens.
+        A drafter without ``observe``, or, if ``continued``, a last one that cannot continue the
+        tokens of others.
     ValueError
         No drafter, or one of them twice.
 
@@ -105,16 +108,16 @@ class StackedDrafter:
         ]
         check_distinct("StackedDrafter: drafters", self)
         for drafter in self.drafters:
-            if not callable(getattr(drafter, "hear", None)):
+            if not callable(getattr(drafter, "observe", None)):
                 raise TypeError(
-                    f"StackedDrafter: {type(drafter).__name__} has no hear(), which tells it of "
+                    f"StackedDrafter: {type(drafter).__name__} has no observe(), which tells it of "
                     "rounds in which others drafted"
                 )
         last = self.drafters[-1]
-        if self.continued and "begun" not in inspect.signature(last.propose).parameters:
+        if self.continued and "prefix" not in inspect.signature(last.propose).parameters:
             raise TypeError(
                 f"StackedDrafter: {type(last).__name__} cannot go on behind others' tokens: its "
-                "propose() takes no begun"
+                "propose() takes no prefix"
             )
         self.drafters = [
             drafter if hasattr(drafter, "revise") else Restarted(drafter)
@@ -134,31 +137,32 @@ class StackedDrafter:
             drafter.start(requests)
 
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
-        """Propose up to ``gamma`` tokens a request; who samples asks ``go_on``."""
+        """Propose up to ``gamma`` tokens a request; the drafters that sample ask ``go_on``."""
         self._shares = {}
         without = torch.ones_like(positions, dtype=torch.bool)
         ahead = len(self.drafters) - self.continued
         for k, drafter in enumerate(self.drafters[:ahead]):
-            asked = None if go_on is None else only(without, go_on)
+            asked = None if go_on is None else asked_for_some(go_on, without)
             draft = drafter.propose(gamma, positions, asked)
             proposed = (draft.tokens >= 0).long().cumprod(1).sum(1)
-            num_used = torch.where(without, proposed, 0)
-            self._shares[k] = _Share(draft, num_used.tolist(), num_used)
+            used = torch.where(without, proposed, 0)
+            self._shares[k] = _Share(draft, Counts(used.tolist(), used))
             without = without & (proposed == 0)
             if self._served() == positions.shape[0]:
                 break
         merged = self._merged(positions)
         if self.continued and not _is_full(merged.tokens, gamma):
-            draft = self.drafters[-1].propose(gamma, positions, go_on, begun=merged.tokens)
-            width = draft.tokens.shape[1]
-            every = torch.full_like(positions, width)
-            self._shares[ahead] = _Share(draft, [width] * positions.shape[0], every)
+            draft = self.drafters[-1].propose(gamma, positions, go_on, prefix=merged.tokens)
+            every = Counts.full(positions.shape[0], draft.tokens.shape[1], positions.device)
+            self._shares[ahead] = _Share(draft, every)
             merged = self._merged(positions)
         return merged
 
     def _served(self) -> int:
-        """How many requests have a draft."""
-        return sum(map(any, zip(*(share.used for share in self._shares.values()), strict=True)))
+        """Return how many requests have a draft."""
+        return sum(
+            map(any, zip(*(share.used.host for share in self._shares.values()), strict=True))
+        )
 
     def _merged(self, positions: Tensor) -> Draft:
         """Return one draft: at each place the token of the first drafter that has one there."""
@@ -169,10 +173,10 @@ class StackedDrafter:
         tokens = positions.new_full((batch, width), -1)
         kinds = torch.zeros_like(tokens, dtype=torch.int8)
         logits = torch.zeros(batch, width, max(sizes, default=0), device=positions.device)
-        for draft, _, num_used in shares:
+        for draft, used in shares:
             columns = slice(draft.tokens.shape[1])
             places = torch.arange(draft.tokens.shape[1], device=positions.device)
-            here = (places < num_used[:, None]) & (tokens[:, columns] < 0)
+            here = (places < used.device[:, None]) & (tokens[:, columns] < 0)
             tokens[:, columns] = torch.where(here, draft.tokens, tokens[:, columns])
             if draft.logits is None:
                 continue
@@ -183,35 +187,34 @@ class StackedDrafter:
             logits[:, columns, draft.logits.shape[2] :].masked_fill_(here[..., None], -torch.inf)
         return Draft(tokens, logits, kinds) if sizes else Draft(tokens)
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
-        """Tell each drafter how far its own tokens went, and what came behind them."""
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
+        """Tell each drafter how many of its own tokens were accepted, and what came after them."""
         for k, drafter in enumerate(self.drafters):
             if k not in self._shares:
-                drafter.hear(tokens, [n + 1 for n in accepted], num_accepted + 1)
+                drafter.observe(tokens, accepted + 1)
                 continue
-            draft, used, num_used = self._shares[k]
-            own = [min(n, m) for n, m in zip(accepted, used, strict=True)]
-            num_own = torch.minimum(num_accepted.long(), num_used)
+            draft, used = self._shares[k]
+            own = accepted.minimum(used)
             width = draft.tokens.shape[1] + 1
             missing = max(width - tokens.shape[1], 0)
             wide = torch.nn.functional.pad(tokens, (0, missing), value=-1)
-            drafter.commit(wide[:, :width], own, num_own)
-            more = [n - m for n, m in zip(accepted, own, strict=True)]
-            if any(more):
+            drafter.commit(wide[:, :width], own)
+            more = accepted - own
+            if any(more.host):
                 columns = torch.arange(1, tokens.shape[1], device=tokens.device)
-                index = (num_own[:, None] + columns).clamp(max=tokens.shape[1] - 1)
-                drafter.hear(tokens.gather(1, index), more, num_accepted - num_own)
+                index = (own.device[:, None] + columns).clamp(max=tokens.shape[1] - 1)
+                drafter.observe(tokens.gather(1, index), more)
         self._shares = {}
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Pass on what other drafters' rounds added."""
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Pass on tokens that were emitted in rounds of drafters outside the stack."""
         for drafter in self.drafters:
-            drafter.hear(tokens, gained, num_gained)
+            drafter.observe(tokens, gained)
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+    def revise(self, text: Tensor, drop: Counts) -> None:
         """Have each drafter take tokens back, and take one in their place."""
         for drafter in self.drafters:
-            drafter.revise(text, drop, drop_tensor)
+            drafter.revise(text, drop)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""

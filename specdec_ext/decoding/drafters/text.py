@@ -9,9 +9,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Draft, Requests
 
-__all__ = ["Reader", "TextDrafter", "put"]
+__all__ = ["Reader", "TextDrafter", "deterministic_draft"]
 
 
 class Reader(Protocol):
@@ -25,7 +26,7 @@ R = TypeVar("R", bound=Reader)
 
 
 class TextDrafter(ABC, Generic[R]):
-    """Base of these drafters: one reader a request, which hears all tokens that verification emits.
+    """Base of these drafters: one reader a request, which reads all that verification emits.
 
     Nothing is proposed into the text, so nothing is rolled back but in a hierarchy, where a request
     that loses tokens has its text read anew. The tokens that a round emitted are copied to the
@@ -53,20 +54,20 @@ class TextDrafter(ABC, Generic[R]):
         self._emitted = [[] for _ in self._prompts]
         self._readers = [self._reader(b, text) for b, text in enumerate(self._prompts)]
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Read what verification emitted."""
-        self.hear(tokens, [n + 1 for n in accepted], num_accepted + 1)
+        self.observe(tokens, accepted + 1)
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Read the first ``gained[b]`` of ``tokens`` ``[B, n]``, whoever proposed them."""
-        rows = zip(self._readers, self._emitted, tokens.tolist(), gained, strict=True)
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Read the first ``gained`` of ``tokens`` ``[B, n]``, whoever proposed them."""
+        rows = zip(self._readers, self._emitted, tokens.tolist(), gained.host, strict=True)
         for reader, emitted, row, n in rows:
             emitted += row[:n]
             reader.append(row[:n])
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
-        """Forget the last ``drop[b]`` tokens, and read the one that ends ``text`` ``[B, n]``."""
-        for b, (token, n) in enumerate(zip(text[:, -1].tolist(), drop, strict=True)):
+    def revise(self, text: Tensor, drop: Counts) -> None:
+        """Forget the last ``drop`` tokens, and read the one that ends ``text`` ``[B, n]``."""
+        for b, (token, n) in enumerate(zip(text[:, -1].tolist(), drop.host, strict=True)):
             emitted = self._emitted[b]
             del emitted[len(emitted) - n :]
             emitted.append(token)
@@ -83,7 +84,7 @@ class TextDrafter(ABC, Generic[R]):
         self._emitted = [self._emitted[i] for i in indices]
 
 
-def put(tokens: list[list[int]], positions: Tensor) -> Draft:
+def deterministic_draft(tokens: list[list[int]], positions: Tensor) -> Draft:
     """Return a deterministic draft of these tokens, of any number a request."""
     width = max(map(len, tokens), default=0)
     rows = [row + [-1] * (width - len(row)) for row in tokens]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Requests, last_tokens
 from specdec_ext.decoding.hosting import HostedModel, host_model
 from specdec_ext.decoding.trees import (
@@ -147,24 +148,20 @@ class TreeDrafter:
             return {"temperature": torch.zeros_like(self._requests.ends, dtype=torch.float32)}
         return dict(self._requests.filters)
 
-    def commit(
-        self, tokens: Tensor, path: Tensor, accepted: Sequence[int], num_accepted: Tensor
-    ) -> None:
+    def commit(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
         """Keep what was accepted and note which tokens the cache lacks.
 
         Parameters
         ----------
         tokens : Tensor
-            ``[B, N]``: ``accepted[b]`` draft tokens, the final token, then anything.
+            ``[B, N]``: the accepted draft tokens, the final token, then anything.
         path : Tensor
             ``[B, N]``: the accepted nodes, then anything.
-        accepted : sequence of int
-            One number a request.
-        num_accepted : Tensor
-            ``[B]``, the same numbers on the device.
+        accepted : Counts
+            How many draft tokens of each request were accepted.
         """
         assert self._cached is not None, "start() comes first"
-        count = num_accepted.long()
+        count = accepted.device.long()
         last = path.gather(1, (count - 1).clamp(min=0)[:, None]).clamp(min=0)
         lacks = (self._runs.gather(1, last)[:, 0] < 0) & (count > 0)
         lacking: list[bool] = lacks.tolist()
@@ -174,9 +171,9 @@ class TreeDrafter:
         runs = torch.cat([lead, self._runs.gather(1, nodes[:, :-1])], 1)
         # The lead, the root and the accepted nodes but the one that is (or may be) fed again.
         most = self._lead + 2 - width
-        self._cached.keep_nodes(runs, [most + n for n in accepted], most + count)
+        self._cached.keep_nodes(runs, accepted + most)
         history = torch.cat([self._missing[:, -1:], tokens], 1)
-        self._missing = last_tokens(history, [n + 1 for n in accepted], count + 1, width)
+        self._missing = last_tokens(history, accepted + 1, width)
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these requests."""

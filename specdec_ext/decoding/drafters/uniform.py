@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec_ext.contract import GREEDY_BELOW
 from specdec_ext.decoding.checks import integer
+from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Draft, GoOn, Requests
 
 __all__ = ["UniformDrafter"]
@@ -81,13 +82,13 @@ class UniformDrafter:
             return Draft(torch.stack(tokens, 1), constant[:, None].expand(-1, gamma, -1))
         return Draft(torch.stack(tokens, 1), torch.stack(laws, 1))
 
-    def commit(self, tokens: Tensor, accepted: Sequence[int], num_accepted: Tensor) -> None:
-        """Hear what was emitted: nothing is learnt from it."""
+    def commit(self, tokens: Tensor, accepted: Counts) -> None:
+        """Take note of what was emitted: nothing is learnt from it."""
 
-    def hear(self, tokens: Tensor, gained: Sequence[int], num_gained: Tensor) -> None:
-        """Hear what other drafters' rounds added: nothing is learnt from it."""
+    def observe(self, tokens: Tensor, gained: Counts) -> None:
+        """Take note of what other drafters' rounds added: nothing is learnt from it."""
 
-    def revise(self, text: Tensor, drop: Sequence[int], drop_tensor: Tensor) -> None:
+    def revise(self, text: Tensor, drop: Counts) -> None:
         """Take tokens back: nothing was learnt from them."""
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:

@@ -1,0 +1,173 @@
+"""Every Triton kernel compiles to machine code, GPU or not.
+
+The interpreter runs kernels as numpy, which takes more than Triton's compiler does. Here real
+launches, on CPU tensors whose data nothing reads, go to the compiler alone: the same arguments, so
+the same signatures and specialisations as on a GPU.
+
+It tests the Triton that Python finds; `make triton-floor` runs it with the oldest one supported.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+SCRIPT = """
+import pkgutil, sys
+from importlib import import_module
+
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import code_generator
+from triton.runtime import driver
+
+import specdec_ext.triton as backend
+from specdec_ext.testing import make_case
+from specdec_ext.testing import make_tree_case
+
+kind, arch, warp, extent = sys.argv[1:]
+arch = int(arch) if arch.isdigit() else arch
+SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, "gfx942": 64 * 1024}  # bytes of a program
+
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget(kind, arch, int(warp))
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+# Within branches and loops, Triton 3.6 works on clones of what a scope holds, made by their types:
+# a constant that a type does not know is None there, without a word.
+clone = getattr(code_generator, "_clone_triton_value", None)
+
+
+def clone_all(value):
+    made = clone(value)
+    assert str(made) == str(value), f"{value} became {made} in a branch or loop"
+    return made
+
+
+if clone is not None:
+    code_generator._clone_triton_value = clone_all
+driver.set_active(Driver())
+backend.is_interpreted = lambda: True  # lets CPU tensors pass
+run, compiled = triton.JITFunction.run, {}
+
+
+def compile_only(kernel, *args, grid, warmup, **options):
+    made = run(kernel, *args, grid=grid, warmup=True, **options)
+    binary = made.asm["cubin" if kind == "cuda" else "hsaco"]
+    assert len(binary) > 500, kernel.__name__
+    assert made.metadata.shared <= SHARED_MEMORY[arch], (kernel.__name__, made.metadata.shared)
+    compiled.setdefault(kernel.__name__, set()).add(made.hash)
+
+
+triton.JITFunction.run = compile_only
+operators = torch.ops.specdec_triton
+f16, bf16, i32 = torch.float16, torch.bfloat16, torch.int32
+filters = dict(
+    temperature=torch.ones(2), top_k=torch.ones(2, dtype=torch.int64), top_p=torch.ones(2),
+    min_p=torch.ones(2),
+)
+seeds = torch.ones(2, dtype=torch.int64)
+row = torch.zeros(2, 32_000, dtype=bf16)
+words, ids = torch.zeros(2, 1000, dtype=i32), torch.arange(999, dtype=i32)
+at = dict(seeds=seeds, positions=seeds)
+
+
+def verify(rule, **options):
+    case = make_case(0, **{"rule": rule, "batch": 2, "gamma": 3, "vocab": 2048, **options})
+    operators.verify(**case.inputs)
+
+
+def verify_tree(rule, **options):
+    case = make_tree_case(0, **{"rule": rule, "batch": 2, "nodes": 9, "vocab": 2048, **options})
+    operators.verify_tree(**case.inputs)
+
+
+def attend(nodes, size, dtype, places=9000, **options):
+    q, cache = (torch.zeros(2, n, h, size, dtype=dtype) for n, h in ((nodes, 8), (places, 2)))
+    bits = torch.zeros(2, nodes, (nodes + 63) // 64, dtype=torch.int64)
+    operators.tree_attention(q, cache, cache, bits, seeds, **options)
+
+
+if extent == "every kernel":
+    verify("block", dtype=bf16, draft_filters=True)
+    verify("top_beta", dtype=bf16, filters=False)
+    verify_tree("traversal", dtype=bf16, packed=True)
+    operators.row_law(row, **filters)
+    operators.sample(row, torch.zeros(2, dtype=torch.float64))
+    operators.uniforms(seeds, seeds, 4)
+    operators.sample(row, domain=3, **at)
+    operators.acceptance(row, row[:, :999], allowed_mask=words, draft_token_ids=ids)
+    parents = torch.zeros(2, 64, dtype=torch.int64)
+    operators.tree_mask(parents)
+    operators.compact_kv(*[torch.zeros(2, 99, 8, 64, dtype=bf16)] * 2, parents, seeds, seeds)
+    attend(64, 128, bf16)
+elif extent == "masks and maps":
+    hidden = dict(allowed_mask=True)
+    verify("block", dtype=bf16, draft="probs", packed=True, draft_token_ids=True, **hidden)
+    verify("coupled", philox=True, **hidden)
+    masked = dict(allowed_mask=torch.zeros(2, 9, 64, dtype=i32))
+    case = make_tree_case(0, batch=2, nodes=9, vocab=2048, draft_vocab=999, dtype=bf16)
+    operators.verify_tree(**case.inputs, **masked, draft_token_ids=ids)
+    case = make_tree_case(0, batch=2, nodes=9, vocab=2048, rule="coupled", philox=True)
+    operators.verify_tree(**case.inputs, **masked)
+    operators.sample(row[:, :999], domain=3, draft_token_ids=ids, **at)
+    operators.sample(row[:, :999], allowed_mask=words, draft_token_ids=ids, **at, **filters)
+else:
+    verify("token", filters=False, philox=True, packed=True, id_dtype=i32, kinds="mixed")
+    verify("lenient", dtype=f16, draft="probs", vocab=1, raw_logprobs=True, layout="padded")
+    verify("typical", dtype=bf16, vocab=9001, draft="none", stream=1, philox=True)
+    verify("greedy", gamma=1, ragged=False)
+    verify("block", draft="probs", filters=False, gamma=1, vocab=300, kinds="mixed")
+    verify("block", draft="none", gamma=0, dtype=f16, filters=False)
+    verify_tree("recursive", philox=True, shared_rows=True, draft="probs", vocab=9001)
+    verify_tree("target_only", nodes=1, draft="none", raw_logprobs=True, dtype=f16)
+    verify_tree("traversal", nodes=1024, id_dtype=i32, filters=False, draft_filters=True)
+    verify_tree("greedy", nodes=100)
+    operators.sample(row.float(), seeds=seeds, positions=seeds, stream=1, domain=1, **filters)
+    operators.acceptance(row, row.float()[:, :999], draft_top_p=torch.ones(2))
+    parents = torch.zeros(2, 1000, dtype=i32)
+    operators.tree_mask(parents)
+    caches = [torch.zeros(3, 2, 4, 99, 80, dtype=f16).transpose(2, 3), torch.zeros(3, 2, 99, 1, 7)]
+    operators.compact_kv(*caches, parents, seeds.int(), seeds.int())
+    for nodes, size, dtype, options in (
+        (1, 64, f16, {}), (70, 80, f16, dict(soft_cap=30.0, places=100)),
+        (64, 256, torch.float32, {}),
+    ):
+        attend(nodes, size, dtype, **options)
+
+kernels = set()
+for module in pkgutil.iter_modules(backend.__path__):
+    for name, value in vars(import_module(f"specdec_ext.triton.{module.name}")).items():
+        # A kernel, as opposed to a device function, says what its grid is.
+        if isinstance(value, triton.JITFunction) and "Grid:" in value.fn.__doc__:
+            kernels.add(value.__name__)
+left = kernels - set(compiled) if extent == "every kernel" else set()
+assert not left and set(compiled) <= kernels, (left, compiled)
+print(len(kernels), "kernels,", sum(map(len, compiled.values())), "variants")
+"""
+
+TARGETS = [
+    ("cuda", "90", "32", "every kernel"),
+    ("cuda", "90", "32", "more variants"),
+    ("cuda", "90", "32", "masks and maps"),
+    ("cuda", "80", "32", "every kernel"),
+    ("hip", "gfx942", "64", "every kernel"),
+]
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: "-".join(target))
+def test_kernels_compile(run_python, target):
+    done = run_python(SCRIPT, *target, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr
+    kernels, variants = (int(word) for word in done.stdout.split() if word.isdigit())
+    assert kernels > 10 and variants > 10

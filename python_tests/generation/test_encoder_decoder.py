@@ -1,0 +1,305 @@
+"""Encoder-decoders: output is that of transformers' own generate, row by row."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from generate_models import pair, perturbed
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import specdec_ext
+from specdec_ext import hf
+from specdec_ext.decoding.decoder_positions import ToldPositions
+from specdec_ext.decoding.encoder_decoder import EncodedModel, encoded
+
+NEW = 20
+LENGTHS = [9, 4, 6]
+SMALL = {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+}  # fmt: skip
+IDS = {"vocab_size": 67, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1}
+
+
+def t5():
+    return T5ForConditionalGeneration(
+        T5Config(**IDS, eos_token_id=2, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+    )
+
+
+def bart():
+    return BartForConditionalGeneration(
+        BartConfig(
+            **IDS, **SMALL, eos_token_id=2, forced_eos_token_id=None, max_position_embeddings=64
+        )
+    )
+
+
+def marian():
+    return MarianMTModel(
+        MarianConfig(
+            **IDS, **SMALL, eos_token_id=2, forced_eos_token_id=None, max_position_embeddings=64
+        )
+    )
+
+
+def whisper():
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            **IDS, **SMALL, eos_token_id=2, max_source_positions=10, max_target_positions=64,
+            num_mel_bins=8, suppress_tokens=None, begin_suppress_tokens=None,
+        )
+    )  # fmt: skip
+
+
+MODELS = {"t5": t5, "bart": bart, "marian": marian, "whisper": whisper}
+
+
+def models(name):
+    """A random target in float64, and a draft: the same, perturbed.
+
+    Weights are large, and the head is no copy of the embeddings: else these models repeat one token
+    whatever the encoder read, and no mistake about rows or positions would show.
+    """
+    torch.manual_seed(0)
+    target = MODELS[name]().double().eval()
+    head = target.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    draft = perturbed(target, 0.03)
+    for model in (target, draft):
+        model.generation_config.pad_token_id = 0
+        model.generation_config.forced_eos_token_id = None
+    return target, draft
+
+
+def inputs_of(name, lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(4)
+    if name == "whisper":
+        features = torch.randn(len(lengths), 8, 20, generator=generator, dtype=torch.float64)
+        return {"input_features": features}
+    width = max(lengths)
+    ids = torch.randint(3, 67, (len(lengths), width), generator=generator)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def start(batch):
+    return torch.ones(batch, 1, dtype=torch.int64)
+
+
+def plain(target, inputs, b):
+    """What transformers generates greedily for one row alone."""
+    row = {name: value[b : b + 1] for name, value in inputs.items()}
+    encoder = target.get_encoder()(**row)
+    ids, mask = start(1), row.get("attention_mask")
+    for _ in range(NEW):
+        given = {} if mask is None else {"attention_mask": mask}
+        out = target(encoder_outputs=encoder, decoder_input_ids=ids, use_cache=False, **given)
+        ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
+        if int(ids[0, -1]) == 2:
+            break
+    return ids[0].tolist()
+
+
+@torch.inference_mode()
+def check_greedy(name, lengths, wrapped=None):
+    """Rows with limits of their own are those that are decoded alone, without a cache."""
+    target, draft = models(name)
+    inputs = inputs_of(name, lengths)
+    wrapped = wrapped or (encoded(target, **inputs), encoded(draft, **inputs))
+    limits = [NEW - 2 * b for b in range(len(lengths))]
+    expected = [plain(target, inputs, b)[: 1 + limit] for b, limit in enumerate(limits)]
+    assert len(set(map(tuple, expected))) == len(lengths)  # the encoder's input matters
+    assert max(len(set(row)) for row in expected) > 2  # so does the text
+    for _ in range(2):  # an encoded model can be used again
+        found, statistics = specdec_ext.generate(
+            *wrapped, start(len(lengths)), max_new_tokens=limits, gamma=3
+        )
+        assert statistics.accepted > 0 and statistics.rejected > 0
+        for row, right in zip(found.tolist(), expected, strict=True):
+            assert row[: len(right)] == right and not any(row[len(right) :])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lengths", [[7], LENGTHS], ids=["one", "batch"])
+def test_greedy_equals_plain_decoding(name, lengths):
+    check_greedy(name, lengths)
+
+
+@pytest.mark.parametrize("name", ["bart", "marian"])
+def test_control_positions_by_cache_slots(monkeypatch, name):
+    """Where a row rejected, these decoders count too far if they are told what they count."""
+
+    def tell(self, tokens, positions, slots):
+        slots_of = torch.arange(slots - tokens.shape[1], slots).expand_as(tokens)
+        said(self, tokens, slots_of, slots)
+
+    said = ToldPositions.tell
+    target, draft = models(name)
+    inputs = inputs_of(name)
+    wrapped = encoded(target, **inputs), encoded(draft, **inputs)
+    monkeypatch.setattr(ToldPositions, "tell", tell)
+    with pytest.raises(AssertionError):
+        check_greedy(name, LENGTHS, wrapped)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_control_what_was_encoded_stays_where_it_was(monkeypatch, name):
+    """The last request ends first; here the first encoded input is dropped instead."""
+    target, draft = models(name)
+    inputs = inputs_of(name)
+    wrapped = encoded(target, **inputs), encoded(draft, **inputs)
+    select = EncodedModel.select
+    monkeypatch.setattr(
+        EncodedModel, "select",
+        lambda self, rows: select(self, torch.arange(len(self.states))[-len(rows) :]),
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        check_greedy(name, LENGTHS, wrapped)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_coupled_sampling_is_that_of_plain_decoding(name):
+    target, draft = models(name)
+    inputs = inputs_of(name)
+    options = {"max_new_tokens": NEW, "temperature": 0.8, "seeds": 3, "rule": "coupled"}
+    one = encoded(target, **inputs)
+    found, _ = specdec_ext.generate(one, encoded(draft, **inputs), start(3), gamma=3, **options)
+    alone, _ = specdec_ext.generate(one, None, start(3), **options)
+    assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+def test_inside_generate(name):
+    target, draft = models(name)
+    inputs = inputs_of(name)
+    ours = {"custom_generate": hf.generate_fn, "draft_model": draft, "gamma": 3}
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    expected = target.generate(**inputs, **options)
+    assert target.generate(**inputs, **options, **ours).tolist() == expected.tolist()
+    several = target.generate(
+        **inputs, max_new_tokens=4, do_sample=True, num_return_sequences=2, **ours
+    )
+    assert several.shape[0] == 6
+    with pytest.raises(ValueError, match="cache_implementation='static'"):
+        target.generate(**inputs, **options, **ours, cache_implementation="static")
+
+
+WHISPER = {  # its own generate() asks for these: a threshold and a second temperature, a prefix
+    "plain": {},
+    "fallback": {"temperature": (0.0, 0.0), "compression_ratio_threshold": 0.5},
+    "first tokens": {"begin_suppress_tokens": [8], "suppress_tokens": [60]},
+    "long": {"return_timestamps": True},
+    "long, conditioned": {"return_timestamps": True, "condition_on_prev_tokens": True},
+}
+
+
+@pytest.mark.parametrize("kind", WHISPER)
+def test_inside_whispers_own_generate(kind):
+    """It wraps `GenerationMixin.generate`: segments, fallbacks and processors are its own."""
+    target, draft = models("whisper")
+    inputs = inputs_of("whisper")
+    if "long" in kind:  # three segments of audio, and timestamps to cut them by
+        features = torch.randn(2, 8, 60, generator=torch.Generator().manual_seed(1)).double()
+        inputs = {"input_features": features, "attention_mask": torch.ones(2, 60).long()}
+        for model in (target, draft):
+            model.generation_config.no_timestamps_token_id = 50
+            model.generation_config.prev_sot_token_id = 49
+    rounds = []
+    ours = {
+        "custom_generate": hf.generate_fn, "draft_model": draft, "gamma": 3,
+        "on_round": rounds.append,
+    }  # fmt: skip
+    options = {"max_new_tokens": 12, "do_sample": False, **WHISPER[kind]}
+    expected = target.generate(**inputs, **options)
+    assert target.generate(**inputs, **options, **ours).tolist() == expected.tolist()
+    bursts = [burst for round_ in rounds for burst in round_]
+    assert any(burst.accepted for burst in bursts)
+    assert any(burst.replaced is not None for burst in bursts)
+    assert len({tuple(row) for row in expected.tolist()}) == len(expected)
+    assert (expected.shape[1] > 12) == ("long" in kind)  # several segments
+
+
+def test_whisper_sampled_and_several():
+    target, draft = models("whisper")
+    ours = {"custom_generate": hf.generate_fn, "draft_model": draft, "gamma": 3}
+    found = target.generate(
+        **inputs_of("whisper"), **ours, max_new_tokens=9, temperature=0.7, do_sample=True,
+        num_return_sequences=2,
+    )  # fmt: skip
+    assert found.shape[0] == 6 and len(set(map(tuple, found.tolist()))) > 3
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+    ({"temperature": (0.0, 0.5), "logprob_threshold": -1.0}, "output_scores"),
+])  # fmt: skip
+def test_what_is_refused_in_whispers_generate(options, message):
+    target, draft = models("whisper")
+    ours = {"custom_generate": hf.generate_fn, "draft_model": draft}
+    with pytest.raises(ValueError, match=f"asked for what speculative decoding.*{message}"):
+        target.generate(**inputs_of("whisper"), max_new_tokens=4, **options, **ours)
+
+
+def test_the_example(tmp_path):
+    from specdec_ext.commands.pair import load_pair
+
+    tokenizer = load_pair().tokenizer
+    tokenizer.pad_token = tokenizer.eos_token
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=2048, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id, d_model=16, d_kv=8, d_ff=24, num_layers=2,
+        num_heads=2,
+    )  # fmt: skip
+    folders = [tmp_path / "target", tmp_path / "draft"]
+    for folder in folders:
+        T5ForConditionalGeneration(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, root / "examples" / "translate.py", *folders, "one text", "two"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(specdec_ext.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "tokens a target call" in done.stderr
+
+
+def test_the_models_stay_as_they_were():
+    target, draft = models("bart")
+    inputs = inputs_of("bart")
+    ids = start(3)
+    before = target(**inputs, decoder_input_ids=ids).logits
+    specdec_ext.generate(encoded(target, **inputs), encoded(draft, **inputs), ids, max_new_tokens=9)
+    assert not target.get_decoder().embed_positions._forward_hooks
+    assert torch.equal(target(**inputs, decoder_input_ids=ids).logits, before)
+
+
+def test_refused():
+    target, draft = models("t5")
+    causal, _ = pair()
+    with pytest.raises(TypeError, match="is no encoder-decoder"):
+        encoded(causal, input_ids=start(1))
+    with pytest.raises(ValueError, match=r"encoded\(\)"):
+        specdec_ext.generate(target, draft, start(1))
+    inputs = inputs_of("t5")
+    with pytest.raises(ValueError, match="3 inputs were encoded, but there are 2 requests"):
+        specdec_ext.generate(encoded(target, **inputs), None, start(2), max_new_tokens=3)

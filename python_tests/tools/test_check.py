@@ -1,0 +1,98 @@
+"""python -m specdec_ext check: equal, a tie, a bug."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+from generate_models import pair as random_pair
+
+from specdec_ext.commands import check
+from specdec_ext.commands.pair import Pair, Prompt
+from specdec_ext.decoding import cache
+from specdec_ext.decoding.counts import Counts
+
+
+def options(*arguments):
+    parser = argparse.ArgumentParser()
+    check.add_arguments(parser)
+    return parser.parse_args([*arguments])
+
+
+def test_the_shipped_pair(capsys):
+    few = ("--gamma", "3", "--max-new-tokens", "10", "--prompt", "import os\n")
+    assert check.run(options(*few)) == 0
+    said = capsys.readouterr().out
+    assert "greedy, gamma 3, the prompt: lossless (10 tokens)" in said
+    assert "sampled at T 1, gamma 3, the prompt: lossless (10 tokens)" in said
+    assert said.endswith("lossless: 20 tokens agree\n")
+    assert check.run(options(*few, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "lossless" and len(report["findings"]) == 2
+
+
+def two_prompts():
+    ids = torch.randint(1, 67, (2, 8), generator=torch.Generator().manual_seed(0))
+    return [Prompt("a", "", ids[:1]), Prompt("b", "", ids[1:, 2:])]
+
+
+def models():
+    target, draft = random_pair(noise=0.02)
+    return Pair(target, draft, None, [])
+
+
+def verdicts(pair, *arguments):
+    found = check.compare(pair, two_prompts(), options("--max-new-tokens", "16", *arguments))
+    return {finding.what: finding.verdict for finding in found}
+
+
+def test_every_way_is_compared():
+    found = verdicts(models(), "--gamma", "2", "4", "--temperature", "0.7")
+    assert set(found.values()) == {check.LOSSLESS}
+    assert set(found) == {
+        f"{law}, gamma {gamma}{batch}"
+        for law in ("greedy", "sampled at T 0.7")
+        for gamma in (2, 4)
+        for batch in ("", ", one batch")
+    }
+
+
+@pytest.mark.parametrize("law", ["greedy", "sampled"])
+def test_a_wrong_rollback_is_a_bug(monkeypatch, law):
+    rollback = cache.CachedModel.rollback
+
+    def off_by_one(self, drop):
+        less = [max(n - 1, 0) for n in drop.host]
+        rollback(self, Counts.on(drop.device.device, less))
+
+    monkeypatch.setattr(cache.CachedModel, "rollback", off_by_one)
+    found = verdicts(models(), "--gamma", "4")
+    assert check.BUG in {verdict for what, verdict in found.items() if what.startswith(law)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tie_is_judged_by_the_targets_own_precision(temperature):
+    pair, prompt = models(), two_prompts()[0]
+    logits, precision = check._ask_again(pair.target, prompt.ids)
+    assert 0 < precision < 1e-5
+    scores = logits
+    if temperature:
+        noise = check.reference.race_noise(5, 8, torch.arange(len(logits)))
+        scores = logits / temperature - noise.log()
+    first, second = scores.topk(2).indices.tolist()
+    judged = check.judge(pair, prompt, [first, 1], [second, 1], temperature, 5, "x")
+    assert judged.verdict == check.BUG and judged.tokens == 0
+    assert judged.gap == pytest.approx(float(scores[first] - scores[second]))
+    pair.target.lm_head.weight.data[second] = pair.target.lm_head.weight.data[first]
+    if not temperature:  # now a tie
+        judged = check.judge(pair, prompt, [first, 1], [second, 1], 0.0, 5, "x")
+        assert judged.verdict == check.PRECISION and "its own answers differ" in check.line(judged)
+    shorter = check.judge(pair, prompt, [first, 1], [first], temperature, 5, "x")
+    assert shorter.verdict == check.BUG
+
+
+def test_missing_checkpoint(capsys, tmp_path):
+    assert check.run(options("--target", str(tmp_path / "a"), "--draft", str(tmp_path / "b"))) == 2
+    assert "no checkpoint at" in capsys.readouterr().err

@@ -1,0 +1,537 @@
+"""Complete standard-library modules that the models have never seen, and show who wrote what.
+
+Prints one completion with every token's origin, then a table of plain against speculative decoding
+on several prompts, and whether greedy output is identical with and without the draft. Both ways run
+through the same loop and are counted alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from specdec_ext import ops
+from specdec_ext.commands.frame import (
+    add_generation_arguments,
+    add_json_argument,
+    add_pair_arguments,
+    check_gamma,
+    check_generation,
+    command,
+    print_json,
+)
+from specdec_ext.commands.page import ACCEPTED, REPLACED, TARGET, Page
+from specdec_ext.commands.pair import PAIR, Pair, Prompt, load_named
+from specdec_ext.contract import GREEDY_BELOW, rule_names
+from specdec_ext.theory import walltime_factor
+
+if TYPE_CHECKING:
+    from specdec_ext.decoding import Burst, Statistics
+
+__all__ = ["add_arguments", "run"]
+
+SECONDS = 15.0  # begin no further prompt after this long at one temperature
+LOSSLESS = rule_names(chains=True, lossless=True)
+SHOWN_LINES = 10  # of the prompt
+VISIBLE = {"\n": "↵", "\t": "→", " ": "·"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options.
+
+    Parameters
+    ----------
+    parser : argparse.ArgumentParser
+        The parser of ``python -m specdec_ext demo``.
+    """
+    add_pair_arguments(parser)
+    parser.add_argument(
+        "--gamma", type=int, default=3, help="draft tokens a round (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="of the completion and of the table's second half (default: %(default)s; 0: greedy)",
+    )
+    parser.add_argument(
+        "--rule",
+        default="block",
+        help="verification rule: block, token, ... (default: %(default)s)",
+    )
+    add_generation_arguments(parser, max_new_tokens=128)
+    add_json_argument(parser)
+
+
+@command("demo")
+def run(args: argparse.Namespace) -> int:
+    """Run the demo.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        What `add_arguments` declares.
+
+    Returns
+    -------
+    int
+        0; 1 if greedy output differs and rounding does not explain it; 2 if something is missing,
+        or an option leaves nothing to compare.
+    """
+    check_gamma(args.gamma)
+    check_generation(args.temperature, args.seed, args.max_new_tokens)
+    pair, prompts = load_named(args)
+    _warm_up(pair, prompts[0], args)
+    return _show(pair, prompts, args)
+
+
+def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
+    """Generate, measure, print, and return the exit status."""
+    out = Page(sys.stdout, quiet=args.json)
+    _heading(out, pair, args)
+    pieces = _completion(out, pair, prompts[0], args)
+    temperatures = [0.0] if args.temperature < GREEDY_BELOW else [0.0, args.temperature]
+    out.status("measuring ...")
+    runs = [_compare(pair, prompts, temperature, args) for temperature in temperatures]
+    hugging_face = _transformers_speed(pair, prompts, args)
+    greedy = _greedy_check(pair, prompts, runs[0], lossless=args.rule in LOSSLESS)
+    out.status("")
+    _table(out, runs, hugging_face)
+    _verdict(out, greedy)
+    if args.json:
+        print_json(_report(args, pair, prompts, pieces, runs, hugging_face, greedy))
+    return 0 if greedy.explained else 1
+
+
+# --- measuring --------------------------------------------------------------------------------
+
+
+@dataclass
+class Comparison:
+    """Plain against speculative decoding at one temperature."""
+
+    temperature: float
+    gamma: int
+    plain: Statistics
+    speculative: Statistics
+    alpha: float = math.nan
+    plain_tokens: list[list[int]] = field(default_factory=list)
+    speculative_tokens: list[list[int]] = field(default_factory=list)
+
+    @property
+    def speedup(self) -> float:
+        """How many times more tokens a second, prefill excluded on both sides."""
+        return self.speculative.tokens_per_second / self.plain.tokens_per_second
+
+    @property
+    def draft_cost(self) -> float:
+        """The formula's c: a call of the draft over a call of the target on one token."""
+        draft = self.speculative.seconds["draft"] / max(self.speculative.draft_calls, 1)
+        return draft * self.plain.rounds / self.plain.seconds["target"]
+
+    @property
+    def block_cost(self) -> float:
+        """A call of the target on gamma + 1 tokens over one on one token (the formula says 1)."""
+        block = self.speculative.seconds["target"] / self.speculative.rounds
+        return block * self.plain.rounds / self.plain.seconds["target"]
+
+    @property
+    def formula(self) -> float:
+        """What `theory.walltime_factor` makes of the measured alpha and c."""
+        return walltime_factor(self.alpha, self.gamma, self.draft_cost)
+
+
+def _generate(
+    pair: Pair,
+    prompt: Prompt,
+    args: argparse.Namespace,
+    *,
+    draft: bool,
+    temperature: float,
+    on_round: Callable[[list[Burst]], None] | None = None,
+) -> tuple[list[int], Statistics]:
+    """Return the new tokens and their statistics."""
+    from specdec_ext.decoding import generate
+
+    sequences, statistics = generate(
+        pair.target,
+        pair.draft if draft else None,
+        prompt.ids,
+        max_new_tokens=args.max_new_tokens,
+        gamma=args.gamma,
+        temperature=temperature,
+        rule=args.rule if draft else "block",
+        seeds=args.seed,
+        on_round=on_round,
+    )
+    return sequences[0, prompt.ids.shape[1] :].tolist(), statistics
+
+
+def _warm_up(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> None:
+    short = argparse.Namespace(**{**vars(args), "max_new_tokens": 4 * (args.gamma + 1)})
+    for draft in (False, True):
+        _generate(pair, prompt, short, draft=draft, temperature=args.temperature)
+
+
+def _compare(
+    pair: Pair, prompts: list[Prompt], temperature: float, args: argparse.Namespace
+) -> Comparison:
+    """Run every prompt both ways, taking turns, so that a busy machine is fair to both."""
+    totals: dict[bool, Statistics | None] = {False: None, True: None}
+    tokens: dict[bool, list[list[int]]] = {False: [], True: []}
+    begin = time.perf_counter()
+    for prompt in prompts:
+        if time.perf_counter() - begin > SECONDS:
+            break
+        for draft in (False, True):
+            new, found = _generate(pair, prompt, args, draft=draft, temperature=temperature)
+            tokens[draft].append(new)
+            total = totals[draft]
+            totals[draft] = found if total is None else total + found
+    plain, speculative = totals[False], totals[True]
+    assert plain is not None and speculative is not None
+    alpha = mean_overlap(pair, prompts, tokens[True], temperature)
+    return Comparison(
+        temperature, args.gamma, plain, speculative, alpha, tokens[False], tokens[True]
+    )
+
+
+def mean_overlap(
+    pair: Pair, prompts: list[Prompt], tokens: list[list[int]], temperature: float
+) -> float:
+    """Return alpha: the mean of sum_x min(p(x), q(x)) over the contexts of texts.
+
+    Measured afterwards, on what was generated, so that no time of the comparison goes into it, and
+    whatever the rule: the share of the tested tokens that the rule accepts is another number.
+
+    Parameters
+    ----------
+    pair : Pair
+        The models.
+    prompts : list of Prompt
+        What the texts began with; more of them than texts are ignored.
+    tokens : list of list of int
+        What came behind each prompt.
+    temperature : float
+        Of both laws.
+    """
+    overlaps = []
+    for prompt, new in zip(prompts, tokens, strict=False):
+        text = torch.cat([prompt.ids, prompt.ids.new_tensor([new[:-1]])], 1)
+        with torch.inference_mode():
+            rows = [
+                model(input_ids=text).logits[0, prompt.ids.shape[1] - 1 :].contiguous()
+                for model in (pair.target, pair.draft)
+            ]
+        overlaps.append(ops.acceptance(*rows, temperature=temperature))
+    return float(torch.cat(overlaps).mean()) if overlaps else math.nan
+
+
+def _transformers_speed(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> float:
+    """Return the tokens a second of the target's own ``generate``, greedy, prefill excluded."""
+    seconds, tokens = 0.0, 0
+    for prompt in prompts[:3]:
+        for sign, new in ((-1, 1), (1, args.max_new_tokens)):
+            begin = time.perf_counter()
+            found = pair.target.generate(
+                prompt.ids,
+                attention_mask=torch.ones_like(prompt.ids),
+                do_sample=False,
+                max_new_tokens=new,
+            )
+            if pair.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds += sign * (time.perf_counter() - begin)
+            tokens += sign * (found.shape[1] - prompt.ids.shape[1])
+    return tokens / seconds if seconds > 0 else math.nan
+
+
+class Difference(NamedTuple):
+    """Where greedy output differs."""
+
+    prompt: str
+    position: int
+    gap: float  # between the target's two best logits there
+    near_tie: bool
+
+
+@dataclass
+class Greedy:
+    """Whether greedy output is the same with and without a draft."""
+
+    prompts: int
+    tokens: int
+    lossless: bool
+    differences: list[Difference]
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding, or a rule that is not lossless, explains every difference."""
+        return not self.lossless or all(difference.near_tie for difference in self.differences)
+
+
+def _greedy_check(
+    pair: Pair, prompts: list[Prompt], greedy: Comparison, *, lossless: bool
+) -> Greedy:
+    """Compare the greedy outputs; where they differ, look at how close the target's choice was."""
+    differences = []
+    pairs = zip(prompts, greedy.plain_tokens, greedy.speculative_tokens, strict=False)
+    for prompt, plain, speculative in pairs:
+        if plain == speculative:
+            continue
+        same = zip(plain, speculative, strict=False)
+        index = next(
+            (i for i, (a, b) in enumerate(same) if a != b), min(len(plain), len(speculative))
+        )
+        context = torch.cat([prompt.ids, torch.tensor([plain[:index]], device=pair.device)], 1)
+        with torch.inference_mode():
+            logits = pair.target(context.long()).logits[0, -1]
+        best = logits.float().topk(2).values
+        gap = (best[0] - best[1]).item()
+        # A call on one token and a call on several round differently in the last bits.
+        rounding = 64 * torch.finfo(logits.dtype).eps * best.abs().max().item()
+        differences.append(Difference(prompt.name, index, gap, gap <= rounding))
+    compared = greedy.plain_tokens
+    return Greedy(len(compared), sum(map(len, compared)), lossless, differences)
+
+
+# --- the text ---------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A token of the completion, and who wrote it."""
+
+    kind: str
+    token: int
+    text: str
+
+
+class Reader:
+    """Turns tokens into text one by one; bytes of an unfinished character wait for the rest."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.tokens = list(prompt)[-8:]
+        self.read = len(self.tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def peek(self, token: int) -> str:
+        """Return the text that a token would add."""
+        before = self._decode(self.tokens)
+        return self._decode([*self.tokens, token])[len(before) :]
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that is now complete."""
+        before = self._decode(self.tokens[: self.read])
+        self.tokens.append(token)
+        after = self._decode(self.tokens)
+        if after.endswith("\ufffd") and len(self.tokens) - self.read < 4:
+            return ""
+        self.read = len(self.tokens)
+        if self.read > 32:
+            self.tokens, self.read = self.tokens[-8:], 8
+        return after[len(before) :]
+
+
+def shown(text: str) -> str:
+    """Return a replaced token's text on one line; one of nothing but space shows its characters."""
+    if text.isspace():
+        return "".join(VISIBLE.get(character, character) for character in text)
+    return text.replace("\n", VISIBLE["\n"])
+
+
+# --- what the page says -----------------------------------------------------------------------
+
+
+def _size(model: Any) -> str:
+    config = model.config.get_text_config()
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    layers = "layer" if config.num_hidden_layers == 1 else "layers"
+    shape = f"{config.num_hidden_layers} {layers} x {config.hidden_size}"
+    return f"{shape}, {millions:,.1f} M parameters"
+
+
+def _heading(out: Page, pair: Pair, args: argparse.Namespace) -> None:
+    count = torch.get_num_threads()
+    threads = f", {count} thread{_s(count)}" if pair.device.type == "cpu" else ""
+    out.line()
+    out.line(f"target  {_size(pair.target)}", "strong")
+    out.line(f"draft   {_size(pair.draft)}", "strong")
+    out.line(
+        f"rule {args.rule}, gamma {args.gamma}, temperature {args.temperature:g}, "
+        f"{pair.device.type}{threads}",
+        "faint",
+    )
+
+
+def _completion(out: Page, pair: Pair, prompt: Prompt, args: argparse.Namespace) -> list[Piece]:
+    """Complete one prompt before the reader's eyes; return its pieces."""
+    out.line()
+    unseen = "" if args.prompt is not None or args.target else ", which the models have never seen"
+    out.line(f"{prompt.name}{unseen}:")
+    out.rule()
+    lines = prompt.text.splitlines(keepends=True)
+    if len(lines) > SHOWN_LINES:
+        out.text("...\n", "faint")
+    out.text("".join(lines[-SHOWN_LINES:]), "faint")
+    reader = Reader(pair.tokenizer, prompt.ids[0].tolist())
+    pieces: list[Piece] = []
+
+    def show(bursts: list[Burst]) -> None:
+        for burst in bursts:
+            for i, token in enumerate(burst.tokens):
+                if i == burst.accepted and burst.replaced is not None:
+                    text = reader.peek(burst.replaced)
+                    pieces.append(Piece(REPLACED, burst.replaced, text))
+                    out.text(shown(text), REPLACED)
+                kind = ACCEPTED if i < burst.accepted else TARGET
+                pieces.append(Piece(kind, token, reader.push(token)))
+                out.text(pieces[-1].text, kind)
+        out.flush()
+
+    _generate(pair, prompt, args, draft=True, temperature=args.temperature, on_round=show)
+    out.rule()
+    out.text("accepted draft tokens", ACCEPTED)
+    out.text("   ")
+    out.text("replaced draft tokens", REPLACED)
+    out.text("   ")
+    out.text("the target's own tokens", TARGET)
+    out.line()
+    return pieces
+
+
+def _table(out: Page, runs: list[Comparison], hugging_face: float) -> None:
+    label, first, second = 28, 11, 13
+
+    def row(name: str, cells: Iterable[tuple[str, str]]) -> None:
+        columns = "".join(f"{plain:>{first}}{spec:>{second}}" for plain, spec in cells)
+        out.line(f"{name:<{label}}{columns}")
+
+    def both(name: str, value: Callable[[Statistics], str]) -> None:
+        row(name, ((value(run.plain), value(run.speculative)) for run in runs))
+
+    def one(name: str, value: Callable[[Comparison], str], plain: str = "") -> None:
+        row(name, ((plain, value(run)) for run in runs))
+
+    def share(phase: str) -> Callable[[Statistics], str]:
+        return lambda statistics: f"{statistics.seconds[phase] / statistics.decode_seconds:.1%}"
+
+    def title(run: Comparison) -> str:
+        return f"temperature {run.temperature:g}" + ("" if run.temperature else " (greedy)")
+
+    rule = out.dash * (label + (first + second) * len(runs))
+    out.line(" " * label + "".join(f"{title(run):>{first + second}}" for run in runs), "strong")
+    row("", [("plain", "speculative")] * len(runs))
+    out.line(rule, "faint")
+    both("tokens per second", lambda found: f"{found.tokens_per_second:.1f}")
+    both("tokens per target call", lambda found: f"{found.tokens_per_target_call:.2f}")
+    one("acceptance rate (alpha)", lambda run: _number(run.alpha))
+    both("time in the draft", share("draft"))
+    both("time in the target", share("target"))
+    both("time in verification", share("verify"))
+    both("time in the rest", share("rest"))
+    out.line(rule, "faint")
+    one("faster, measured", lambda run: f"{run.speedup:.2f} x")
+    one("faster, by the formula *", lambda run: f"{_number(run.formula, 2)} x")
+    one("  draft call, in target calls", lambda run: _number(run.draft_cost))
+    one("  target call on gamma + 1", lambda run: _number(run.block_cost), "1")
+    out.line()
+    count, emitted = len(runs[0].plain.new_tokens), runs[0].plain.emitted
+    for note in (
+        "* (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)), c the cost of a draft call:",
+        "  Leviathan et al. 2023, Theorem 3.8, where a target call costs 1 on any length.",
+        f"  {count} prompt{_s(count)}, {emitted} greedy tokens each way, prefill excluded.",
+        f"  For comparison, the generate() of transformers, greedy: {hugging_face:.1f} tokens/s.",
+    ):
+        out.line(note, "faint")
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def _number(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+def _verdict(out: Page, greedy: Greedy) -> None:
+    out.line()
+    compared = f"{greedy.tokens} tokens of {greedy.prompts} prompt{_s(greedy.prompts)} compared"
+    if not greedy.differences:
+        out.line(f"Greedy output is identical to plain greedy decoding: {compared}.", "strong")
+    for found in greedy.differences:
+        if not greedy.lossless:
+            why = "This rule is not lossless."
+        elif found.near_tie:
+            why = "A tie to within rounding: calls on one and on several tokens round differently."
+        else:
+            why = "That is no tie: a defect."
+        out.line(
+            f"Greedy output differs from plain greedy decoding at token {found.position} of "
+            f"{found.prompt}.",
+            "strong",
+        )
+        out.line(f"The target's two best logits are {found.gap:.1e} apart there. {why}")
+    out.line()
+
+
+def _report(
+    args: argparse.Namespace,
+    pair: Pair,
+    prompts: list[Prompt],
+    pieces: list[Piece],
+    runs: list[Comparison],
+    hugging_face: float,
+    greedy: Greedy,
+) -> dict[str, Any]:
+    """Return what the page says, for programs."""
+    return {
+        "settings": {
+            "target": args.target or str(PAIR / "target"),
+            "draft": args.draft or str(PAIR / "draft"),
+            "rule": args.rule,
+            "gamma": args.gamma,
+            "temperature": args.temperature,
+            "max_new_tokens": args.max_new_tokens,
+            "seed": args.seed,
+            "device": str(pair.device),
+            "threads": torch.get_num_threads(),
+        },
+        "completion": {
+            "prompt": prompts[0].text,
+            "pieces": [piece._asdict() for piece in pieces],
+        },
+        "prompts": [prompt.name for prompt in prompts],
+        "comparisons": [
+            {
+                "temperature": run.temperature,
+                "plain": run.plain.as_dict(),
+                "speculative": run.speculative.as_dict(),
+                "speedup": run.speedup,
+                "formula_speedup": run.formula,
+                "alpha": run.alpha,
+                "c": run.draft_cost,
+                "target_call_cost_on_gamma_plus_1": run.block_cost,
+            }
+            for run in runs
+        ],
+        "transformers_generate_tokens_per_second": hugging_face,
+        "greedy": {
+            "identical": not greedy.differences,
+            "prompts": greedy.prompts,
+            "tokens": greedy.tokens,
+            "differences": [difference._asdict() for difference in greedy.differences],
+        },
+    }

@@ -1,0 +1,165 @@
+"""The two models of a command line, their tokenizer, and texts to complete."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_ext.commands.frame import check_device, first_line
+
+__all__ = ["PAIR", "Pair", "Prompt", "find_prompts", "left_padded", "load_named", "load_pair"]
+
+PAIR = Path(__file__).parents[1] / "assets" / "stdlib-pair"
+PROMPT_TOKENS = 160
+PROMPTS = 8
+
+
+@dataclass
+class Pair:
+    """Two models and their tokenizer."""
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+    held_out: list[str]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target is."""
+        device: torch.device = self.target.device
+        return device
+
+
+class Prompt(NamedTuple):
+    """A text to complete."""
+
+    name: str
+    text: str
+    ids: Tensor  # [1, P]
+
+
+def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Put token rows ``[P_b]`` into a batch: ids and attention mask, ``[B, P]`` int64."""
+    width = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=rows[0].device)
+    mask = torch.zeros_like(ids)
+    for b, row in enumerate(rows):
+        ids[b, width - len(row) :] = row
+        mask[b, width - len(row) :] = 1
+    return ids, mask
+
+
+def load_pair(
+    target_path: str | None = None, draft_path: str | None = None, device: str = "cpu"
+) -> Pair:
+    """Load two checkpoints over the same tokens; those shipped here where none are named."""
+    if (target_path is None) != (draft_path is None):
+        raise ValueError("--target and --draft go together")
+    shipped = target_path is None
+    target = PAIR / "target" if target_path is None else Path(target_path)
+    draft = PAIR / "draft" if draft_path is None else Path(draft_path)
+    for folder in (target, draft):
+        if not folder.is_dir():
+            hint = "; give --target and --draft" if shipped else ""
+            raise ValueError(f"no checkpoint at {folder}{hint}")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("needs transformers: pip install 'specdec_ext[hf]'") from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    # Half precision is slow on most CPUs, and greedy choices then tie.
+    whole = shipped or torch.device(device).type == "cpu"
+    dtype = torch.float32 if whole else "auto"
+    beside = target.parent / "tokenizer"
+    words = beside if beside.is_dir() else target
+    card = target.parent / "pair.json"
+
+    def model(folder: Path) -> Any:
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True
+        )
+        return loaded.eval().to(device)
+
+    def loaded(load: Callable[[Any], Any], path: Path) -> Any:
+        try:
+            return load(path)
+        except Exception as error:  # files that are broken bring errors of all kinds
+            raise ValueError(f"cannot load {path}: {first_line(error)}") from error
+
+    tokenizer = loaded(
+        lambda path: transformers.AutoTokenizer.from_pretrained(path, local_files_only=True), words
+    )
+    read = loaded(lambda path: json.loads(path.read_text()), card) if card.is_file() else None
+    return Pair(
+        loaded(model, target),
+        loaded(model, draft),
+        tokenizer,
+        _find(read, "held_out_modules") or ["textwrap", "heapq", "calendar", "fractions"],
+    )
+
+
+def _find(tree: Any, key: str) -> Any:
+    """Return the first value under ``key`` anywhere in a JSON object."""
+    if not isinstance(tree, dict):
+        return None
+    if key in tree:
+        return tree[key]
+    return next((found for value in tree.values() if (found := _find(value, key))), None)
+
+
+def load_named(args: argparse.Namespace) -> tuple[Pair, list[Prompt]]:
+    """Load the models that a command line names on its device, and find what they complete.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        With ``target``, ``draft``, ``device`` and ``prompt``: see
+        `specdec_ext.commands.frame.add_pair_arguments`.
+    """
+    check_device(args.device)
+    pair = load_pair(args.target, args.draft, args.device)
+    return pair, find_prompts(pair, args.prompt)
+
+
+def find_prompts(pair: Pair, text: str | None = None) -> list[Prompt]:
+    """Take the given text, or the openings of modules that the models have never seen."""
+
+    def prompt(name: str, text: str) -> Prompt:
+        ids = pair.tokenizer(text, return_tensors="pt").input_ids
+        return Prompt(name, text, ids.to(pair.device))
+
+    if text is not None:
+        if not text:
+            raise ValueError("--prompt is empty")
+        return [prompt("the prompt", text)]
+    library = Path(sysconfig.get_path("stdlib"))
+    # The one that is shown first: prose, signatures and code in its opening lines.
+    names = sorted(pair.held_out, key=lambda name: name != "textwrap")
+    found: list[Prompt] = []
+    for name in names:
+        path = library / f"{name}.py"
+        if path.is_file() and len(found) < PROMPTS:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            found.append(prompt(f"{name}.py", "".join(_opening(lines, pair.tokenizer))))
+    if not found:
+        raise ValueError(f"none of {', '.join(pair.held_out)} is in {library}; give --prompt")
+    return found
+
+
+def _opening(lines: Iterable[str], tokenizer: Any) -> Iterator[str]:
+    """Yield the first lines, about `PROMPT_TOKENS` tokens of them."""
+    tokens = 0
+    for line in lines:
+        tokens += len(tokenizer(line, add_special_tokens=False).input_ids)
+        if tokens > PROMPT_TOKENS:
+            return
+        yield line

@@ -1,0 +1,99 @@
+"""What `generate` was asked for: as given (`Options`), and checked (`Settings`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_ext.decoding.processors import Processor
+from specdec_ext.decoding.stopping import Criterion, Stops
+
+__all__ = ["Options", "Settings"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of `generate` as they were given; it documents them and has their defaults."""
+
+    target: Any
+    draft: Any
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    max_new_tokens: int | Sequence[int]
+    gamma: Any
+    temperature: float | Sequence[float] | Tensor
+    top_k: int | Sequence[int] | Tensor | None
+    top_p: float | Sequence[float] | Tensor | None
+    min_p: float | Sequence[float] | Tensor | None
+    seeds: int | Sequence[int] | Tensor | None
+    generator: torch.Generator | None
+    tree: Any
+    rule: str | None
+    lenience: float
+    beta: int
+    tau: float
+    epsilon: float
+    delta: float
+    raw_logprobs: bool
+    logits_processor: Processor | Iterable[Processor] | None
+    eos_token_id: int | Iterable[int] | None
+    stop_sequences: Iterable[Sequence[int]] | None
+    stop_strings: str | Sequence[str] | None
+    tokenizer: Any
+    stopping_criteria: Criterion | Iterable[Criterion] | None
+    pad_token_id: int | None
+    padded_texts: bool
+    static_cache: bool
+    measure_alpha: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a generation goes by, checked, and in one form for all requests.
+
+    Attributes
+    ----------
+    prompts : Tensor
+        ``[B, P]``, as given.
+    attention_mask : Tensor or None
+        ``[B, P]``, as given.
+    limits : list of int
+        New tokens of each request at most.
+    rule : str
+        The verification rule asked for.
+    rule_options : dict
+        Parameters of the rule, and ``raw_logprobs``.
+    filters : dict of str to Tensor
+        The sampling parameters, ``[B]`` each.
+    greedy : bool
+        Whether every request is decoded greedily.
+    seeds : Tensor
+        ``[B]`` int64.
+    processors : sequence of callable
+        The logits processors.
+    stops : Stops
+        What ends a request.
+    pad : int
+        Fills sequences behind the end of a request.
+    padded_texts, static_cache, measure_alpha : bool
+        As in `generate`.
+    """
+
+    prompts: Tensor
+    attention_mask: Tensor | None
+    limits: list[int]
+    rule: str
+    rule_options: dict[str, Any]
+    filters: dict[str, Any]
+    greedy: bool
+    seeds: Tensor
+    processors: Sequence[Processor]
+    stops: Stops
+    pad: int
+    padded_texts: bool
+    static_cache: bool
+    measure_alpha: bool
