@@ -25,7 +25,7 @@ import torch
 
 from specdec_ext.__main__ import COMMANDS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [
     ROOT / "README.md",
