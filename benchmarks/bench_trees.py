@@ -156,7 +156,7 @@ def inputs_of(context: Context, draft: TreeDraft, logits: Tensor, rule: str) -> 
         rule=rule, **context.sampling,
     )  # fmt: skip
     if draft.logits is not None:
-        inputs |= {"draft_logits": draft.logits, "draft_rows": draft.rows}
+        inputs |= {"draft_logits": draft.logits, "children_rows": draft.children_rows}
     if rule in rule_names(races=True):
         return inputs | {"seeds": context.seeds, "positions": context.positions}
     return inputs | {"uniforms": torch.full((batch, nodes), 0.5, dtype=torch.float64)}
@@ -217,7 +217,7 @@ def walked(
         )
         if draft.logits is not None:
             star["draft_logits"] = draft.logits[:, nodes].reshape(count, 1, -1)
-            star["draft_rows"] = torch.tensor([0] + [-1] * width).expand(count, -1)
+            star["children_rows"] = torch.tensor([0] + [-1] * width).expand(count, -1)
         found = checked(star).accept_probs[:, 1:].double().nan_to_num(nan=0.0)
         accepted[:, columns[:, 1:].reshape(-1)] = found.reshape(batch, -1)
     reached = torch.zeros_like(accepted)

@@ -21,10 +21,9 @@ namespace {
 #define RANDOMNESS \
   ", Tensor? uniforms=None, Tensor? seeds=None, Tensor? positions=None, int stream=0"
 
-#define ROWS                                                   \
-  ", Tensor? draft_logits=None, *, Tensor? draft_probs=None, " \
-  "Tensor? target_rows=None, Tensor? draft_rows=None, "        \
-  "Tensor? allowed_mask=None, Tensor? draft_token_ids=None"
+// RowArguments: between these two comes the argument that says which of the draft's rows are read.
+#define ROWS ", Tensor? draft_logits=None, *, Tensor? draft_probs=None, Tensor? target_rows=None"
+#define MASK_AND_MAP ", Tensor? allowed_mask=None, Tensor? draft_token_ids=None"
 
 namespace schemas {
 
@@ -42,7 +41,7 @@ constexpr char sample[] =
 
 // Chain verification: draft tokens and raw logits in, tokens to emit out.
 constexpr char verify[] =
-    "(Tensor target_logits, Tensor draft_tokens" ROWS
+    "(Tensor target_logits, Tensor draft_tokens" ROWS ", Tensor? draft_rows=None" MASK_AND_MAP
     ", Tensor? draft_kinds=None, Tensor? draft_lengths=None" RANDOMNESS SAMPLING DRAFT_SAMPLING
     ", str rule=\"block\", float lenience=1.0, int beta=3, float tau=1.0, float epsilon=0.09, "
     "float delta=0.3, bool full_accept_probs=False, bool raw_logprobs=False"
@@ -52,6 +51,7 @@ constexpr char verify[] =
 // Tree verification: the same for a tree of draft tokens, given by the parents of its nodes.
 constexpr char verify_tree[] =
     "(Tensor target_logits, Tensor tokens, Tensor parents" ROWS
+    ", Tensor? children_rows=None" MASK_AND_MAP
     ", Tensor? kinds=None" RANDOMNESS SAMPLING DRAFT_SAMPLING
     ", str rule=\"traversal\", bool raw_logprobs=False"
     ") -> (Tensor tokens, Tensor path, Tensor num_accepted, Tensor logprobs, "

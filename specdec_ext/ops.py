@@ -641,7 +641,7 @@ def verify_tree(
     *,
     draft_probs: Tensor | None = None,
     target_rows: Tensor | None = None,
-    draft_rows: Tensor | None = None,
+    children_rows: Tensor | None = None,
     allowed_mask: Tensor | None = None,
     draft_token_ids: Tensor | None = None,
     kinds: Tensor | None = None,
@@ -706,7 +706,7 @@ def verify_tree(
         Same shape, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
     target_rows : Tensor, optional
         ``[B, N]`` int32 or int64: target_logits is then packed, ``[R, V]``.
-    draft_rows : Tensor, optional
+    children_rows : Tensor, optional
         ``[B, N]`` int32 or int64 in [0, R): the row that the children of a node were drawn from; -1
         for none. By default row v is node v's, and R = N.
     allowed_mask : Tensor, optional
@@ -765,9 +765,9 @@ def verify_tree(
         An argument that is neither a tensor nor the number it should be.
     ValueError
         A wrong dtype, shape or stride; N = 0 or above 1024; an unknown rule; draft_logits together
-        with draft_probs; draft filters without draft_logits; draft_rows or draft_token_ids without
-        a draft law; uniforms together with seeds or a generator, or with "coupled"; seeds without
-        positions.
+        with draft_probs; draft filters without draft_logits; children_rows or draft_token_ids
+        without a draft law; uniforms together with seeds or a generator, or with "coupled"; seeds
+        without positions.
 
     See Also
     --------
@@ -800,7 +800,7 @@ def verify_tree(
     arguments = {
         **dict(target_logits=target_logits, tokens=tokens, parents=parents),
         **dict(draft_logits=draft_logits, draft_probs=draft_probs),
-        **dict(target_rows=target_rows, draft_rows=draft_rows),
+        **dict(target_rows=target_rows, children_rows=children_rows),
         **dict(allowed_mask=allowed_mask, draft_token_ids=draft_token_ids, kinds=kinds),
         **dict(uniforms=uniforms, seeds=seeds, positions=positions, stream=stream),
         **dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),

@@ -163,16 +163,16 @@ struct VerifyParams {
 struct VerifyTreeParams {
   int64_t batch = 0;
   int64_t nodes = 0;
-  RowBatch target;         // [B, N, V]
-  RowBatch draft;          // [B, R, Vd] logits or probabilities; data == nullptr: none
-  int64_t draft_rows = 0;  // R
+  RowBatch target;             // [B, N, V]
+  RowBatch draft;              // [B, R, Vd] logits or probabilities; data == nullptr: none
+  int64_t num_draft_rows = 0;  // R
   bool draft_is_probs = false;
   TokenMask mask;  // [B, N]
   TokenMap map;
-  IdArray tokens;        // [B, N]
-  IdArray parents;       // [B, N]
-  Array<int8_t> kinds;   // [B, N] or absent
-  IdArray draft_row_of;  // [B, N] or absent: row v belongs to node v
+  IdArray tokens;         // [B, N]
+  IdArray parents;        // [B, N]
+  Array<int8_t> kinds;    // [B, N] or absent
+  IdArray children_rows;  // [B, N] or absent: row v belongs to node v
   SamplingParams target_sampling;
   SamplingParams draft_sampling;
   Randomness randomness;  // uniforms [B, N]

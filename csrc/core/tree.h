@@ -105,8 +105,8 @@ SPECDEC_HD Row target_row(const VerifyTreeParams& p, int64_t b, int64_t v) {
 // The row that v's children were drawn from.
 SPECDEC_HD Row draft_row(const VerifyTreeParams& p, int64_t b, int64_t v) {
   if (p.draft.data == nullptr) return Row{};
-  const int64_t s = p.draft_row_of.data != nullptr ? load_id(p.draft_row_of, b, v) : v;
-  if (s < 0 || s >= p.draft_rows) return Row{};
+  const int64_t s = p.children_rows.data != nullptr ? load_id(p.children_rows, b, v) : v;
+  if (s < 0 || s >= p.num_draft_rows) return Row{};
   return mapped(masked(row_at(p.draft, b, s, p.draft_is_probs), p.mask, b, v), p.map);
 }
 

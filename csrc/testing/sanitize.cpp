@@ -515,16 +515,16 @@ void run_verify_tree(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   if (c.random.chance(0.8)) {
     const int64_t width = c.random.chance(0.5) ? vocab : any_vocab(c.random);
     p.draft_is_probs = c.random.chance(0.3);
-    p.draft_rows = p.nodes;
+    p.num_draft_rows = p.nodes;
     if (c.random.chance(0.4)) {
-      p.draft_rows = 1 + c.random.below(4);
-      p.draft_row_of = c.ids(p.batch, p.nodes, [&] {
+      p.num_draft_rows = 1 + c.random.below(4);
+      p.children_rows = c.ids(p.batch, p.nodes, [&] {
         return c.wild && c.random.chance(0.1)
-                   ? c.random.pick<int64_t>({-1, p.draft_rows, INT64_MIN, INT64_MAX})
-                   : c.random.below(p.draft_rows);
+                   ? c.random.pick<int64_t>({-1, p.num_draft_rows, INT64_MIN, INT64_MAX})
+                   : c.random.below(p.num_draft_rows);
       });
     }
-    p.draft = c.rows(p.batch, p.draft_rows, width, p.draft_is_probs);
+    p.draft = c.rows(p.batch, p.num_draft_rows, width, p.draft_is_probs);
     // As csrc/torch does: the map is dropped where no draft law is read.
     if (has(p.rule, kReadsDraftLaw)) p.map = c.map(width, vocab, vocab);
     ids = std::max(vocab, width);

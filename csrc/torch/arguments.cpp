@@ -138,9 +138,10 @@ RelaxedParams check_relaxed(const Checker& check, double lenience, int64_t beta,
   return {lenience, beta, tau, epsilon, delta};
 }
 
-// Which of the arguments about the draft's law may be given together.
+// Which of the arguments about the draft's law may be given together. `index_name`: that of
+// draft_row_index.
 void check_draft_law(const Checker& check, const RowArguments& rows,
-                     const SamplingArguments& sampling) {
+                     const SamplingArguments& sampling, const std::string& index_name) {
   const bool logits = rows.draft_logits.has_value(), probs = rows.draft_probs.has_value();
   check.require(!logits || !probs,
                 "expected at most one of draft_logits and draft_probs, got both");
@@ -148,29 +149,30 @@ void check_draft_law(const Checker& check, const RowArguments& rows,
       !probs || !sampling.any(),
       "draft_temperature, draft_top_k, draft_top_p and draft_min_p apply to draft_logits, "
       "got draft_probs");
-  check.require(logits || probs || (!sampling.any() && !rows.draft_rows.has_value()),
-                "draft_rows and draft_ sampling parameters need draft_logits or draft_probs, got "
-                "neither");
+  check.require(logits || probs || (!sampling.any() && !rows.draft_row_index.has_value()),
+                index_name +
+                    " and draft_ sampling parameters need draft_logits or draft_probs, "
+                    "got neither");
   check.require(logits || probs || !rows.draft_token_ids.has_value(),
                 "draft_token_ids needs draft_logits or draft_probs, got neither");
 }
 
 // The rows of a chain's draft.
 void check_draft_rows(const Checker& check, const Tensor& draft, const char* name,
-                      const OptionalTensor& index, VerifyParams* p) {
-  p->draft = check_rows(check, draft, name, "[B, G, Vd]", "[Rd, Vd]", index, "draft_rows", "[B, G]",
+                      const OptionalTensor& index, const char* index_name, VerifyParams* p) {
+  p->draft = check_rows(check, draft, name, "[B, G, Vd]", "[Rd, Vd]", index, index_name, "[B, G]",
                         p->batch, p->gamma);
 }
 
 // Those of a tree's; without `index`, row v belongs to node v.
 void check_draft_rows(const Checker& check, const Tensor& draft, const char* name,
-                      const OptionalTensor& index, VerifyTreeParams* p) {
+                      const OptionalTensor& index, const char* index_name, VerifyTreeParams* p) {
   const bool has_index = index.has_value();
   check.vocabulary_rows(draft, name, has_index ? "[B, R, Vd]" : "[B, N, Vd]",
                         {p->batch, has_index ? -1 : p->nodes, -1});
   p->draft = dense_rows(draft);
-  p->draft_rows = draft.size(1);
-  p->draft_row_of = check.ids(index, "draft_rows", "[B, N]", {p->batch, p->nodes});
+  p->num_draft_rows = draft.size(1);
+  p->children_rows = check.ids(index, index_name, "[B, N]", {p->batch, p->nodes});
 }
 
 // What the verifiers take beside what was drafted.
@@ -184,12 +186,14 @@ struct VerifierArguments {
   bool raw_logprobs;
 };
 
-// Where a request has a target row, a mask and a uniform each: [B, G+1] or [B, N].
+// Where a request has a target row, a mask and a uniform each: [B, G+1] or [B, N]. And how messages
+// write the shapes of these, and name the argument that says which of the draft's rows are read.
 struct Places {
   int64_t batch, number;
   const char* symbols;
   const char* logits;
   const char* mask;
+  const char* draft_row_index;
 };
 
 // Checks what both verifiers take. Who drafted how many tokens is in the parameters already.
@@ -203,13 +207,14 @@ void check_verifier(const Checker& check, const VerifierArguments& given, const 
   p->target = check_rows(check, given.target_logits, "target_logits", places.logits, "[R, V]",
                          rows.target_rows, "target_rows", places.symbols, batch, number);
   const int64_t vocab = p->target.vocab;
-  check_draft_law(check, rows, given.draft_sampling);
+  check_draft_law(check, rows, given.draft_sampling, places.draft_row_index);
   p->mask =
       check_mask(check, rows.allowed_mask, places.mask, {batch, number, words_for(vocab)}, vocab);
   p->draft_is_probs = rows.draft_probs.has_value();
   if (rows.draft_logits.has_value() || p->draft_is_probs) {
     check_draft_rows(check, p->draft_is_probs ? *rows.draft_probs : *rows.draft_logits,
-                     p->draft_is_probs ? "draft_probs" : "draft_logits", rows.draft_rows, p);
+                     p->draft_is_probs ? "draft_probs" : "draft_logits", rows.draft_row_index,
+                     places.draft_row_index, p);
     p->map = check_map(check, rows.draft_token_ids, p->draft.vocab, vocab);
     if ((given.rule.traits & kReadsDraftLaw) == 0) p->map = TokenMap{};
   }
@@ -291,9 +296,9 @@ VerifyCall check_verify(const Tensor& target_logits, const Tensor& draft_tokens,
   p.draft_kinds = check.bytes(draft_kinds, "draft_kinds", "[B, G]", {batch, gamma});
   p.draft_lengths = check.ids(draft_lengths, "draft_lengths", "[B]", {batch});
   p.full_accept_probs = full_accept_probs;
-  check_verifier(check,
-                 {target_logits, rows, randomness, sampling, draft_sampling, named, raw_logprobs},
-                 {batch, gamma + 1, "[B, G+1]", "[B, G+1, V]", "[B, G+1, ceil(V/32)]"}, &p);
+  check_verifier(
+      check, {target_logits, rows, randomness, sampling, draft_sampling, named, raw_logprobs},
+      {batch, gamma + 1, "[B, G+1]", "[B, G+1, V]", "[B, G+1, ceil(V/32)]", "draft_rows"}, &p);
   std::tuple outputs{new_output(target_logits, {batch, gamma + 1}, &p.tokens),
                      new_output(target_logits, {batch}, &p.num_accepted),
                      new_output(target_logits, {batch, gamma + 1}, &p.logprobs),
@@ -320,7 +325,7 @@ VerifyTreeCall check_verify_tree(const Tensor& target_logits, const Tensor& toke
   p.kinds = check.bytes(kinds, "kinds", "[B, N]", {batch, nodes});
   check_verifier(check,
                  {target_logits, rows, randomness, sampling, draft_sampling, named, raw_logprobs},
-                 {batch, nodes, "[B, N]", "[B, N, V]", "[B, N, ceil(V/32)]"}, &p);
+                 {batch, nodes, "[B, N]", "[B, N, V]", "[B, N, ceil(V/32)]", "children_rows"}, &p);
   std::tuple outputs{new_output(target_logits, {batch, nodes}, &p.out_tokens),
                      new_output(target_logits, {batch, nodes}, &p.path),
                      new_output(target_logits, {batch}, &p.num_accepted),

@@ -68,11 +68,13 @@ inline constexpr bool is_group<SamplingArguments> = true;
 
 // The draft's rows, and which rows, tokens and entries count.
 struct RowArguments {
-  OptionalTensor draft_logits, draft_probs, target_rows, draft_rows, allowed_mask, draft_token_ids;
+  OptionalTensor draft_logits, draft_probs, target_rows;
+  OptionalTensor draft_row_index;  // draft_rows of a chain, children_rows of a tree
+  OptionalTensor allowed_mask, draft_token_ids;
 
   template <typename Visit>
   void each(Visit visit) {
-    visit(draft_logits), visit(draft_probs), visit(target_rows), visit(draft_rows);
+    visit(draft_logits), visit(draft_probs), visit(target_rows), visit(draft_row_index);
     visit(allowed_mask), visit(draft_token_ids);
   }
 };

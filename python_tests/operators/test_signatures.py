@@ -190,7 +190,7 @@ def sample_calls(**kwargs):
         (packed, *tree[1:]),
         {
             "draft_probs": target.softmax(-1),
-            "draft_rows": chain + 1,
+            "children_rows": chain + 1,
             "target_rows": rows,
             "kinds": kinds,
             "uniforms": uniforms * 0,

@@ -311,7 +311,7 @@ def test_children_that_cannot_have_been_drawn(backend):
         left_out(backend, case, 5, 4, draft_logits=with_row(draft, row))
     for r in (-1, -7, 6, 2**31 - 1):
         rows = torch.tensor([[0, 1, 2, r, 4, 5]])
-        left_out(backend, case, 5, 4, draft_rows=rows)
+        left_out(backend, case, 5, 4, children_rows=rows)
     probs = case.replace(draft_logits=None, draft_probs=draft.exp())
     for row in ([0.5, 0.0, 0.5], [-1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [NAN, 1.0, 1.0]):
         left_out(backend, probs, 5, 4, draft_probs=with_row(draft.exp(), row))
@@ -484,13 +484,13 @@ def test_a_chain_is_block_verification_to_the_bit(backend, options):
 @pytest.mark.parametrize("rule", STOCHASTIC)
 def test_packed_and_shared_rows(backend, rule):
     case = make_tree_case(5, rule=rule, packed=True, shared_rows=True)
-    rows, shared = case.inputs["target_rows"], case.inputs["draft_rows"]
+    rows, shared = case.inputs["target_rows"], case.inputs["children_rows"]
     index = shared[..., None].expand(-1, -1, case.inputs["draft_logits"].shape[-1])
     dense = case.replace(
         target_logits=case.inputs["target_logits"][rows],
         target_rows=None,
         draft_logits=case.inputs["draft_logits"].gather(1, index),
-        draft_rows=None,
+        children_rows=None,
     )
     same(backend.run_tree(case), backend.run_tree(dense))
 
@@ -752,10 +752,11 @@ VALUE_ERRORS = [
     (dict(kinds=ints(B, N)), "kinds | [B, N] = [2, 3] int8 | [2, 3] int64"),
     (dict(kinds=ints(B, N + 1, dtype=torch.int8)), "kinds | [B, N] = [2, 3] int8 | [2, 4] int8"),
     (dict(draft_logits=floats(B, N + 1, V)), "draft_logits | [B, N, Vd] | [2, 4, 5]"),
-    (dict(draft_logits=floats(B + 1, 1, V), draft_rows=ints(B, N)),
+    (dict(draft_logits=floats(B + 1, 1, V), children_rows=ints(B, N)),
      "draft_logits | [B, R, Vd] | [3, 1, 5]"),
-    (dict(draft_rows=ints(B, N + 1)), "draft_rows | [B, N] | [2, 4]"),
-    (dict(draft_rows=ints(B, N), draft_logits=None), "draft_rows | draft_logits or draft_probs"),
+    (dict(children_rows=ints(B, N + 1)), "children_rows | [B, N] | [2, 4]"),
+    (dict(children_rows=ints(B, N), draft_logits=None),
+     "children_rows | draft_logits or draft_probs"),
     (dict(draft_probs=floats(B, N, V)), "draft_logits | draft_probs | both"),
     ({**PROBS, "draft_top_k": ints(B)}, "draft_top_k | draft_probs"),
     (dict(draft_logits=None, draft_temperature=floats(B)), "draft_logits or draft_probs"),

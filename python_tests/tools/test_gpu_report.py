@@ -177,9 +177,9 @@ def test_a_cpu_is_given_copies_too():
     assert rows.as_strided((4,), (1,))[3].isnan()
 
 
-def test_shared_draft_rows_are_given_and_replayed():
+def test_shared_children_rows_are_given_and_replayed():
     cases = [make_tree_case(k, packed=True, shared_rows=True, vocab=33) for k in range(3)]
-    assert cases[0].inputs["draft_rows"].stride(0) == 0
+    assert cases[0].inputs["children_rows"].stride(0) == 0
     checks.check_verify(TARGET, cases[0])
     checks.check_replay(TARGET, cases, replays.record)
 

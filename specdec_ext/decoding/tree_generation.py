@@ -49,7 +49,7 @@ class TreeGeneration(ChainGeneration):
             draft.parents,
             draft.logits,
             kinds=draft.kinds,
-            draft_rows=draft.rows,
+            children_rows=draft.children_rows,
             seeds=self.seeds,
             positions=self.positions,
             rule=self.rule.name,

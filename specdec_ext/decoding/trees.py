@@ -69,7 +69,7 @@ class TreeDraft(NamedTuple):
         ``[B, N]`` int8.
     logits : Tensor or None
         ``[B, R, V]``, the laws that children were drawn from; None where none was drawn.
-    rows : Tensor or None
+    children_rows : Tensor or None
         ``[B, N]`` int64, the law of each node's children, -1 where it has none.
     """
 
@@ -77,7 +77,7 @@ class TreeDraft(NamedTuple):
     parents: Tensor
     kinds: Tensor
     logits: Tensor | None
-    rows: Tensor | None
+    children_rows: Tensor | None
 
 
 # -------------------------------------------------------------------------------------------------

@@ -388,7 +388,7 @@ def verify_tree(
     *,
     draft_probs: Tensor | None = None,
     target_rows: Tensor | None = None,
-    draft_rows: Tensor | None = None,
+    children_rows: Tensor | None = None,
     allowed_mask: Tensor | None = None,
     draft_token_ids: Tensor | None = None,
     kinds: Tensor | None = None,
@@ -488,7 +488,7 @@ def verify_tree(
         def draft_law(v: int, b: int = b, parameters: Filters = draft_parameters) -> Tensor | None:
             if draft is None or not entries.is_valid:
                 return None
-            r = v if draft_rows is None else int(draft_rows[b, v])
+            r = v if children_rows is None else int(children_rows[b, v])
             if not 0 <= r < draft.shape[1]:
                 return None
             row, words = draft[b, r].cpu().double(), words_of(allowed_mask, b, v)

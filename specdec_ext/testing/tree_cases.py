@@ -84,7 +84,7 @@ def chain_as_tree(case: VerifyCase) -> TreeCase:
     --------
     >>> from specdec_ext.testing import make_case
     >>> tree = chain_as_tree(make_case(1, batch=1, gamma=3, ragged=False))
-    >>> tree.inputs["parents"].tolist(), tree.inputs["draft_rows"].tolist()
+    >>> tree.inputs["parents"].tolist(), tree.inputs["children_rows"].tolist()
     ([[-1, 0, 1, 2]], [[0, 1, 2, -1]])
     """
     inputs = dict(case.inputs)
@@ -101,7 +101,7 @@ def chain_as_tree(case: VerifyCase) -> TreeCase:
     if kinds is not None:
         inputs["kinds"] = torch.cat([root.to(kinds.dtype), kinds], 1)
     if "draft_logits" in inputs or "draft_probs" in inputs:
-        inputs["draft_rows"] = torch.cat([steps, steps.new_tensor([-1])]).expand(batch, -1)
+        inputs["children_rows"] = torch.cat([steps, steps.new_tensor([-1])]).expand(batch, -1)
     return TreeCase({**inputs, "rule": "traversal"}, case.name)
 
 
@@ -163,7 +163,7 @@ def make_tree_case(
     draft : {"logits", "probs", "none"}
         How the draft's law is given; "none": every child is deterministic.
     shared_rows : bool
-        One draft row for every two nodes, through ``draft_rows``.
+        One draft row for every two nodes, through ``children_rows``.
     stray : bool
         Now and then a token of -1, out of range, repeated, or without a draft probability.
     filters, draft_filters, greedy_rows : bool
@@ -247,7 +247,7 @@ def make_tree_case(
         values = drafted.float().softmax(-1) * 1.25 if draft == "probs" else drafted
         inputs[f"draft_{draft}"] = values.to(dtype)
         if shared_rows:
-            inputs["draft_rows"] = owner.expand(batch, -1).to(id_dtype)
+            inputs["children_rows"] = owner.expand(batch, -1).to(id_dtype)
     inputs["target_logits"] = target
     if packed:
         order = torch.randperm(batch * nodes, generator=generator)

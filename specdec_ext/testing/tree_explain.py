@@ -73,7 +73,7 @@ class TreeRequest:
         self.target = [None if law is None else law.probs for law in self.laws]
         self.draft: list[Tensor | None] = [None] * size
         for v in range(size):
-            where = inputs.get("draft_rows")
+            where = inputs.get("children_rows")
             r = v if where is None else int(where[b, v])
             if source is None or not reads_draft or not 0 <= r < source.shape[1]:
                 continue

@@ -96,7 +96,7 @@ def _batches(
     if draft is None or not RULES[call.rule].reads_draft_law:
         return target, NO_BATCH
     linear = call.draft_probs is not None
-    rows = rows_of(draft, call.draft_rows, linear=linear, mask=mask, token_map=token_map)
+    rows = rows_of(draft, call.children_rows, linear=linear, mask=mask, token_map=token_map)
     return target, batch_of(rows, trees.draft, wanted=flow.wanted_draft)
 
 
