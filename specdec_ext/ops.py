@@ -500,14 +500,14 @@ def verify(
         draft's row i, which token i + 1 was drawn from (the draft must have been sampled under the
         same mask). Slots after the draft's end are never read. Masks apply before everything else:
         filters, ranks, raw_logprobs. A draft token that is not allowed has p = 0: it is rejected if
-        it was put there, and ends the draft if it is said to be sampled (q = 0).
+        it is deterministic, and ends the draft if it is said to be sampled (q = 0).
     draft_token_ids : Tensor, optional
         ``[Vd]`` int32 or int64, any stride, Vd <= V, with a draft law: the target id of each draft
         entry, for a draft with a reduced vocabulary. draft_tokens are target ids all the same.
         Draft filters work on the draft's entries; q is 0 where there is no entry, and the target
         keeps its whole support. Ids must differ and be in [0, V).
     draft_kinds : Tensor, optional
-        ``[B, G]`` int8: 1 for a token sampled from the draft law, 0 for one that was put there (a
+        ``[B, G]`` int8: 1 for a token sampled from the draft law, 0 for a deterministic one (a
         point mass). Default: 1 where a draft law is given, else 0.
     draft_lengths : Tensor, optional
         ``[B]`` int32 or int64 in [0, G], default G. Columns after it are never read.
@@ -680,14 +680,15 @@ def verify_tree(
       the rejected ones leave of p, down to the first that is accepted. Accepts no more than
       ``traversal`` on average. Miao et al. (SpecInfer), arXiv 2305.09781; without replacement,
       Chen et al. (Sequoia), arXiv 2402.12374.
-    - ``target_only``: ``recursive`` with every child taken as put there, so accepted with what is
-      left of p. Reads no draft law, and is lossless however the tree was drafted.
+    - ``target_only``: ``recursive`` with every child taken as deterministic, so accepted with what
+      is left of p. Reads no draft law, and is lossless however the tree was drafted.
     - ``greedy``: follows the arg max. Ignores temperature, randomness and draft law.
     - ``coupled``: follows the token that the target draws itself, by a race on noise keyed by seed
       and absolute position, as in `verify`: the output is the same for every tree. Reads no draft
       law. Daliri, Musco, Suresh, arXiv 2408.07978.
 
-    A request at T = 0 reads no draft law, takes all children as put there and follows the arg max.
+    A request at T = 0 reads no draft law, takes all children as deterministic and follows the
+    arg max.
 
     Parameters
     ----------
@@ -715,12 +716,12 @@ def verify_tree(
     draft_token_ids : Tensor, optional
         ``[Vd]`` as in `verify`: the target id of each draft entry.
     kinds : Tensor, optional
-        ``[B, N]`` int8, how a node was proposed: 0 put there (deterministic), 1 drawn from its
-        parent's draft law independently of its siblings, 2 drawn without replacement (from what the
-        earlier such siblings leave), 3 drawn from what all deterministic siblings leave ("greedy
-        draft sampling", Hu et al., arXiv 2502.18779; one such child at most, best with the lowest
-        index). The drawn children of one node share one kind. Default: 1 where a draft law is
-        given, else 0.
+        ``[B, N]`` int8, how a node was proposed: 0 deterministic (chosen, not drawn), 1 drawn from
+        its parent's draft law independently of its siblings, 2 drawn without replacement (from what
+        the earlier such siblings leave), 3 drawn from what all deterministic siblings leave
+        ("greedy draft sampling", Hu et al., arXiv 2502.18779; one such child at most, best with the
+        lowest index). The drawn children of one node share one kind. Default: 1 where a draft law
+        is given, else 0.
     uniforms : Tensor, optional
         ``[B, N]`` float64 in [0, 1): slot v - 1 is the coin of node v, slot N - 1 the final draw.
     seeds, positions : Tensor, optional
@@ -778,13 +779,13 @@ def verify_tree(
     A node with target law p and draft law q carries scalars from child to child: inflow a (1 at the
     root), lambda = 0 and S = 1. A child x is offered b = min(1, a [p(x) - lambda q(x)]+ / (S kappa
     q(x))), where kappa q is the law it was drawn from; b = min(1, a [p(x) - lambda q(x)]+ / S) if
-    it was put there. Its own inflow is b. Then lambda grows by kappa S / a, S becomes the sum of
+    it is deterministic. Its own inflow is b. Then lambda grows by kappa S / a, S becomes the sum of
     [p - lambda q]+ outside the tokens tried, R = a S_new / S_old, and a becomes R / (R + 1 - a).
     The threshold of a node's coin is its a after the last child.
 
     Examples
     --------
-    Two proposals for the first token, put there. The first is accepted with p = 0.5, the second
+    Two deterministic proposals for the first token. The first is accepted with p = 0.5, the second
     with 0.3 / (1 - 0.5):
 
     >>> import torch, specdec_ext

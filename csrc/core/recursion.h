@@ -24,7 +24,7 @@ struct ResidualCoefficients {
 };
 
 // min(1, a * p / (kappa * q)), and never a division where q may be zero or the quotient overflow.
-// `sampled` false: the child was put there, not drawn from q, and its proposal mass is 1.
+// `sampled` false: the child is deterministic, not drawn from q, and its proposal mass is 1.
 SPECDEC_HD double child_inflow(const Node& node, double p, double q, double kappa, bool sampled) {
   double residual = p - node.lambda * q;
   if (!(residual > 0.0)) return 0.0;

@@ -10,7 +10,7 @@ namespace specdec {
 // One draft position of one request.
 struct Column {
   int64_t token;
-  bool sampled;  // drawn from the draft's law, as opposed to put there
+  bool sampled;  // drawn from the draft's law; else deterministic
 };
 
 // How a draft token was proposed, once its law is known.

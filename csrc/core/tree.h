@@ -88,7 +88,7 @@ SPECDEC_HD int8_t kind_at(const VerifyTreeParams& p, int64_t b, int64_t v) {
 
 SPECDEC_HD bool is_known_kind(int8_t kind) { return kind >= 0 && kind < kChildKinds; }
 
-// Where the draft law plays no part, a child is what was put there.
+// Where the draft law plays no part, every child is deterministic.
 SPECDEC_HD ChildKind kind_of(const VerifyTreeParams& p, const Request& r, int64_t v) {
   if (!reads_draft_law(p.rule) || r.greedy) return ChildKind::kDeterministic;
   return static_cast<ChildKind>(kind_at(p, r.b, v));
@@ -336,7 +336,7 @@ SPECDEC_HD void set_state(const Node& state, NodeVisit* v) {
   v->exhausted = !(state.mass > 0.0) || !(state.inflow > 0.0);
 }
 
-// After a child that was put there: the residual loses its token alone.
+// After a deterministic child: the residual loses its token alone.
 SPECDEC_HD void close_deterministic(double lost, NodeVisit* v) {
   const double left = v->state.mass - lost;
   v->last = residual_after_child(v->state, 1.0, false);

@@ -538,7 +538,7 @@ void run_verify_tree(Case& c, const Kernels& kernels, const ThreadPool& pool) {
     return c.random.below(ids);
   });
   if (c.random.chance(0.8)) {
-    // Mostly one kind beside those that were put there: mixed ones are no tree.
+    // Mostly one kind beside the deterministic nodes: mixed ones are no tree.
     const int64_t drawn = c.random.below(4);
     p.kinds = c.array<int8_t>(p.batch, p.nodes, [&] {
       return c.wild && c.random.chance(0.05) ? c.random.pick<int64_t>({-1, 1, 2, 3, 4, 127, -128})

@@ -579,7 +579,7 @@ def test_many_children_without_replacement(rule):
 
 
 @pytest.mark.parametrize("rule, fixed", [("traversal", 0.98), ("recursive", 0.4)])
-def test_many_children_put_there_beside_the_rest(rule, fixed):
+def test_many_deterministic_children_beside_the_rest(rule, fixed):
     # Tokens repeat; what the rest has of q is summed or, where there is enough, a difference.
     tokens, kinds = [*MANY[:20], *MANY[10:], 777], [0] * 46 + [3]
     case = star(kinds, tokens, crowded(MANY, fixed, 54), crowded(MANY, 0.5, 55), rule)
@@ -609,7 +609,7 @@ def test_deep_trees(rule):
 
 
 def test_law_of_a_tree_is_the_targets():
-    # A child from the rest, one put there. Steps are found on multiples of 2^-10.
+    # A child from the rest, a deterministic one. Steps are found on multiples of 2^-10.
     parents, kinds = [-1, 0, 0], [0, 3, 0]
     target, draft = toy_models(55, 2, 1)
     law = exact_tree_law(TRITON.verify_tree, parents, kinds, target, draft, bits=10)

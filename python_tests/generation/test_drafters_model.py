@@ -73,7 +73,9 @@ HIERARCHIES = {
     "three": lambda medium, small, tiny: HierarchicalDrafter(
         medium, HierarchicalDrafter(small, tiny, 1), 2
     ),
-    "put": lambda medium, small, tiny: HierarchicalDrafter(medium, LikelyDrafter(small), 2),
+    "deterministic": lambda medium, small, tiny: HierarchicalDrafter(
+        medium, LikelyDrafter(small), 2
+    ),
 }
 
 
@@ -81,7 +83,7 @@ HIERARCHIES = {
 @pytest.mark.parametrize("kind", HIERARCHIES)
 def test_joint_law(levels, kind, rule):
     target, *others = levels
-    draws = 2_000 if kind == "put" else 8_000  # it drafts in Python
+    draws = 2_000 if kind == "deterministic" else 8_000  # it drafts in Python
     drafter = HIERARCHIES[kind](*others)
     assert p_value(target, drafter, gamma=3, length=4, draws=draws, rule=rule) > ALPHA
 

@@ -63,7 +63,7 @@ DRAW = {
     "over a bigram model": lambda: HierarchicalDrafter(levels()[0], NgramDrafter(V), 2),
     "over uniform tokens": lambda: HierarchicalDrafter(levels()[0], UniformDrafter(V), 2),
 }
-PUT = {"likeliest": lambda: NgramDrafter(V, 2, texts=[TEXT], sampled=False)}
+DETERMINISTIC = {"likeliest": lambda: NgramDrafter(V, 2, texts=[TEXT], sampled=False)}
 MIXED = {
     "over a stack": lambda: HierarchicalDrafter(
         levels()[0], StackedDrafter(LookupDrafter(), levels()[1], continued=True), 2
@@ -80,14 +80,14 @@ FILTERS = {"temperature": 0.7, "top_k": 4, "top_p": 0.9}
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, FILTERS) for name in [*DRAW, *PUT, *MIXED]]
+    [(name, FILTERS) for name in [*DRAW, *DETERMINISTIC, *MIXED]]
     + [(name, {"rule": "token"}) for name in ("bigram", "uniform", "three levels")],
     ids=str,
 )
 def test_joint_law(name, options):
     """Three tokens: drafts of two, whose second row is processed behind the first token."""
     target, _ = tables(V)
-    drafter = {**DRAW, **PUT, **MIXED}[name]()
+    drafter = {**DRAW, **DETERMINISTIC, **MIXED}[name]()
     processors = [seldom_again, never_the_next]
     assert p_value(target, drafter, processors, 3, gamma=2, draws=800, **options) > ALPHA
 
@@ -135,18 +135,18 @@ def run(drafter, temperature=0.8, **options):
 
 
 @pytest.mark.parametrize("rule", ["block", "coupled"])
-@pytest.mark.parametrize("name", [*DRAW, *PUT])
+@pytest.mark.parametrize("name", [*DRAW, *DETERMINISTIC])
 def test_every_row_is_processed_behind_its_own_prefix(name, rule):
     """Then target and drafter have the same rows, to the bit, and no token is ever rejected."""
-    drafter = {**DRAW, **PUT}[name]()
-    options = {"temperature": 0.0} if name in PUT else {"top_k": 3, "rule": rule}
+    drafter = {**DRAW, **DETERMINISTIC}[name]()
+    options = {"temperature": 0.0} if name in DETERMINISTIC else {"top_k": 3, "rule": rule}
     sequences, statistics = run(drafter, **options)
     assert statistics.accepted_of_tested == 1.0 and statistics.accepted > 40
     if hasattr(drafter, "calls_by_level") and name not in ("ragged levels", "three levels"):
         bursts = 4 if name == "refill" else 2  # three tokens, then one by one; or three a burst
         assert drafter.calls_by_level[0] <= bursts * statistics.rounds  # it rejects nothing either
     plain = run(None, **options).sequences
-    assert name not in PUT or torch.equal(sequences, plain)
+    assert name not in DETERMINISTIC or torch.equal(sequences, plain)
 
 
 def forgetful(drafter, forget):
@@ -163,15 +163,15 @@ def forgetful(drafter, forget):
     return drafter
 
 
-@pytest.mark.parametrize("name", [*DRAW, *PUT])
+@pytest.mark.parametrize("name", [*DRAW, *DETERMINISTIC])
 def test_control_rows_processed_behind_a_wrong_prefix(name):
     """What was drafted is forgotten; in a hierarchy, what its last rounds emitted."""
-    drafter = {**DRAW, **PUT}[name]()
+    drafter = {**DRAW, **DETERMINISTIC}[name]()
 
     def forget(drafted, emitted):
         return (drafted,) if isinstance(drafter, HierarchicalDrafter) else (drafted[:, :0],)
 
-    options = {"temperature": 0.0} if name in PUT else {"top_k": 3}
+    options = {"temperature": 0.0} if name in DETERMINISTIC else {"top_k": 3}
     assert run(forgetful(drafter, forget), **options).statistics.accepted_of_tested < 0.9
 
 
@@ -218,15 +218,15 @@ def proposals(drafter, processed, **options):
 
 
 @pytest.mark.parametrize("temperature", [1.0, [0.0, 0.7] * 10, 0.0], ids=["one", "mixed", "zero"])
-@pytest.mark.parametrize("name", [*DRAW, *PUT])
+@pytest.mark.parametrize("name", [*DRAW, *DETERMINISTIC])
 def test_banned_tokens_are_not_proposed(name, temperature):
-    proposed, _ = proposals({**DRAW, **PUT}[name](), True, temperature=temperature)
+    proposed, _ = proposals({**DRAW, **DETERMINISTIC}[name](), True, temperature=temperature)
     assert proposed <= {0, 2, 4} and len(proposed) > 1
 
 
-@pytest.mark.parametrize("name", [*DRAW, *PUT])
+@pytest.mark.parametrize("name", [*DRAW, *DETERMINISTIC])
 def test_more_is_accepted_than_of_rows_as_they_are(name):
-    make = {**DRAW, **PUT}[name]
+    make = {**DRAW, **DETERMINISTIC}[name]
     _, processed = proposals(make(), True, temperature=1.0)
     proposed, raw = proposals(make(), False, temperature=1.0)
     assert proposed & {1, 3}

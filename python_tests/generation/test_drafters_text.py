@@ -159,7 +159,7 @@ class FussyDrafter(UniformDrafter):
 
 
 class KindlessStack(StackedDrafter):
-    """Says that what was put was drawn."""
+    """Says that deterministic tokens were drawn."""
 
     def propose(self, gamma, positions, go_on=None):
         return super().propose(gamma, positions)._replace(kinds=None)
@@ -426,7 +426,7 @@ def test_who_samples_asks_go_on_for_its_own_requests():
 
 
 def test_go_on_behind_others_tokens():
-    """A no behind a token that another put next to one more is no end; behind the last, it is."""
+    """A no behind another drafter's token is no end where one more of these follows, else it is."""
     _, draft = tables(4)
     for answers, lengths in (([False] * 3, [2, 1, 1]), ([False, True, True], [4, 1, 1])):
         drafter = StackedDrafter(AggressiveDrafter([[1, 2], [], []]), draft, continued=True)

@@ -58,7 +58,9 @@ DRAFTERS = {
     "none": lambda models, case, rows: None,
     "model": lambda models, case, rows: ModelDrafter(models[1]),
     "n-gram drawn": lambda models, case, rows: NgramDrafter(case.vocabulary, 2),
-    "n-gram put": lambda models, case, rows: NgramDrafter(case.vocabulary, 2, sampled=False),
+    "n-gram deterministic": lambda models, case, rows: NgramDrafter(
+        case.vocabulary, 2, sampled=False
+    ),
     "lookup": lambda models, case, rows: LookupDrafter(),
     "aggressive": lambda models, case, rows: AggressiveDrafter(case.sources(rows)),
     "uniform": lambda models, case, rows: UniformDrafter(case.vocabulary),

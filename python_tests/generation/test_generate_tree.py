@@ -247,7 +247,7 @@ class ConstantModel(torch.nn.Module):
 
 
 def test_statistics_by_rank():
-    """The k likeliest tokens of the draft, put there: the k-th is the one with p of that token."""
+    """Deterministic children, the likeliest first: the k-th is accepted with p of its token."""
     p, q = [0.1, 0.2, 0.4, 0.3], [0.4, 0.3, 0.2, 0.1]
     prompts = torch.zeros(64, 2, dtype=torch.int64)
     tree = StaticTree((-1, 0, 0, 0, 1, 2, 2), "top_k")

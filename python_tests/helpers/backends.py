@@ -141,7 +141,7 @@ INTERPRETED = {
     "test_thresholds.test_large_logits": 3,
     "test_thresholds.test_largest_float16_and_float32_logits": 1,
     "test_tree": 5,
-    "test_tree.test_a_sibling_put_there_after_a_child_that_is_certain": 1,
+    "test_tree.test_a_deterministic_sibling_after_a_child_that_is_certain": 1,
     "test_tree.test_accept_probs_and_residual": 1,
     "test_tree.test_coin_of_a_node": 4,
     "test_tree.test_invalid_trees": 8,

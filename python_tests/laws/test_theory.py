@@ -184,8 +184,8 @@ def test_drafts_that_end_and_drafters_without_a_law():
     )
     assert found == (0.0, 0.0, 16)
     p = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]]).log()
-    put = theory.accepted_length([(p, torch.tensor([[1]]), None)])
-    assert put.mean == pytest.approx(0.75)
+    deterministic = theory.accepted_length([(p, torch.tensor([[1]]), None)])
+    assert deterministic.mean == pytest.approx(0.75)
 
 
 def test_nothing_and_what_has_no_law():

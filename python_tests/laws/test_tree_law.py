@@ -25,16 +25,16 @@ from specdec_ext.testing import (
 
 RULES = rule_names(trees=True, takes_coins=True)
 
-# Parents and kinds: 0 put there, 1 i.i.d., 2 without replacement, 3 from the rest.
+# Parents and kinds: 0 deterministic, 1 i.i.d., 2 without replacement, 3 from the rest.
 SMALL = {
     "one child": ([-1, 0], [0, 1]),
     "two i.i.d.": ([-1, 0, 0], [0, 1, 1]),
     "two without replacement": ([-1, 0, 0], [0, 2, 2]),
-    "two put there": ([-1, 0, 0], [0, 0, 0]),
+    "two deterministic": ([-1, 0, 0], [0, 0, 0]),
     "rest first": ([-1, 0, 0], [0, 3, 0]),
     "rest last": ([-1, 0, 0, 0], [0, 0, 0, 3]),
-    "put there, then i.i.d.": ([-1, 0, 0], [0, 0, 1]),
-    "i.i.d. around one put there": ([-1, 0, 0, 0], [0, 1, 0, 1]),
+    "deterministic, then i.i.d.": ([-1, 0, 0], [0, 0, 1]),
+    "i.i.d. around a deterministic one": ([-1, 0, 0, 0], [0, 1, 0, 1]),
     "a chain": ([-1, 0, 1], [0, 1, 1]),
     "i.i.d., one goes on": ([-1, 0, 0, 1], [0, 1, 1, 1]),
     "all without replacement": ([-1, 0, 0, 0], [0, 2, 2, 2]),
@@ -362,15 +362,15 @@ class DuplicatesCountedTwice(Naive):
 
 
 class WrongKappaOfTheRest(Naive):
-    """The rest child tested against q without the put-there siblings, but not normalised."""
+    """The rest child tested against q without the deterministic siblings, but not normalised."""
 
     def proposal(self, q, kind, token, siblings):
         law = super().proposal(q, kind, token, siblings)
         return [a if s > 0 else 0.0 for a, s in zip(q, law, strict=True)] if kind == 3 else law
 
 
-class PutThereZeroedInQ(Naive):
-    """q without the put-there tokens where no child was drawn from that law."""
+class DeterministicZeroedInQ(Naive):
+    """q without the deterministic tokens where no child was drawn from that law."""
 
     def proposal(self, q, kind, token, siblings):
         return super().proposal(q, 3 if kind == 1 else kind, token, siblings)
@@ -409,19 +409,19 @@ class WithoutReplacementAsIid(Naive):
 
 
 def twice(prefix, n):
-    """The same token for all siblings that are put there."""
+    """The same token for all deterministic siblings."""
     return [0] * n
 
 
 CONTROLS = [
     (NoResidualUpdate, "two i.i.d.", {}),
-    (NoResidualUpdate, "two put there", {}),
+    (NoResidualUpdate, "two deterministic", {}),
     (LongestPathWins, "two i.i.d.", {}),
     (LongestPathWins, "i.i.d., one goes on", {}),
-    (DuplicatesCountedTwice, "two put there", dict(put=twice)),
+    (DuplicatesCountedTwice, "two deterministic", dict(deterministic=twice)),
     (WrongKappaOfTheRest, "rest first", {}),
-    (PutThereZeroedInQ, "put there, then i.i.d.", {}),
-    (DropsRepeatedTokens, "put there, then i.i.d.", {}),
+    (DeterministicZeroedInQ, "deterministic, then i.i.d.", {}),
+    (DropsRepeatedTokens, "deterministic, then i.i.d.", {}),
     (DropsUnlikelyTokens, "one child", {}),
     (ResidualOfTheRoot, "a chain", {}),
     (WithoutReplacementAsIid, "two without replacement", {}),

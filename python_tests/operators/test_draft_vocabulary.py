@@ -180,7 +180,7 @@ def test_invalid_maps(backend, rule, invalid):
         return
     assert result.status.tolist() == [12, 12] and result.num_accepted.tolist() == [0, 0]
     assert result.tokens.tolist() == [[2, -1]] * 2  # the bonus: u = .5 of p
-    # A token that was put there asks for no law.
+    # A deterministic token asks for no law.
     placed = backend.verify(**kwargs, draft_kinds=torch.tensor([[0], [1]], dtype=torch.int8))
     assert placed.status.tolist() == [8, 12]
 

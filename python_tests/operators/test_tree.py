@@ -67,7 +67,7 @@ def quiet(size):
     ],
     ids=str,
 )
-def test_a_sibling_put_there_after_a_child_that_is_certain(backend, tokens, kinds):
+def test_a_deterministic_sibling_after_a_child_that_is_certain(backend, tokens, kinds):
     """Nothing decides by what comes after it; accept_probs are the same everywhere all the same."""
     parents = [-1] + [0] * (len(tokens) - 1)
     p, q = [0.6, 0.2, 0.2], [0.2, 0.5, 0.3]
@@ -81,21 +81,21 @@ def test_a_sibling_put_there_after_a_child_that_is_certain(backend, tokens, kind
 
 # parents, tokens, kinds, accept_probs under "traversal", and what the root leaves: a law
 TABLE = {
-    "put there: p(0), then p(1) of what is left": (
+    "deterministic: p(0), then p(1) of what is left": (
         [-1, 0, 0], [-1, 0, 1], [0, 0, 0], [1, 0.5, 0.6], [0, 0, 1],
     ),
-    "put there twice": ([-1, 0, 0], [-1, 0, 0], [0, 0, 0], [1, 0.5, 0.0], [0, 0.6, 0.4]),
+    "deterministic twice": ([-1, 0, 0], [-1, 0, 0], [0, 0, 0], [1, 0.5, 0.0], [0, 0.6, 0.4]),
     # [p - q]+ = (.3, 0, 0): token 0 is all that is left.
     "i.i.d.": ([-1, 0, 0], [-1, 2, 0], [0, 1, 1], [1, 0.4, 1.0], [1, 0, 0]),
     "i.i.d., repeated": ([-1, 0, 0], [-1, 2, 2], [0, 1, 1], [1, 0.4, 0.0], [1, 0, 0]),
     # The second is drawn from (.4, .6, 0), and what is left is all on token 0.
     "without replacement": ([-1, 0, 0], [-1, 2, 1], [0, 2, 2], [1, 0.4, 0.0], [1, 0, 0]),
     # Drawn from (0, .375, .625); left (.5, 0, 0), which is token 0 for certain.
-    "rest, then put there": ([-1, 0, 0], [-1, 2, 0], [0, 3, 0], [1, 0.32, 1.0], [1, 0, 0]),
-    # Put there first: left (0, .6, .4); of that .4 / .625.
-    "put there, then rest": ([-1, 0, 0], [-1, 0, 2], [0, 0, 3], [1, 0.5, 0.64], [0, 1, 0]),
+    "rest, then deterministic": ([-1, 0, 0], [-1, 2, 0], [0, 3, 0], [1, 0.32, 1.0], [1, 0, 0]),
+    # Deterministic first: left (0, .6, .4); of that .4 / .625.
+    "deterministic, then rest": ([-1, 0, 0], [-1, 0, 2], [0, 0, 3], [1, 0.5, 0.64], [0, 1, 0]),
     # The draft law keeps token 0 where no child was drawn from the rest: left (0, .6, .4).
-    "put there, then i.i.d.": ([-1, 0, 0], [-1, 0, 2], [0, 0, 1], [1, 0.5, 0.8], [0, 1, 0]),
+    "deterministic, then i.i.d.": ([-1, 0, 0], [-1, 0, 2], [0, 0, 1], [1, 0.5, 0.8], [0, 1, 0]),
     # Block verification: w = .4; then S = sum [.4 p - q]+ = 0, h = 0; then w = .4 * .4.
     "a chain": ([-1, 0, 1], [-1, 2, 2], [0, 1, 1], [1, 0.0, 0.16], [1, 0, 0]),
 }  # fmt: skip
@@ -128,7 +128,7 @@ def test_coin_of_a_node(backend, rule, u, path):
 
 
 def test_first_success_in_post_order_wins(backend):
-    # 0 - (1 - (3, 4), 2): post-order 3 4 1 2. Everything is put there, with p(0) = .5.
+    # 0 - (1 - (3, 4), 2): post-order 3 4 1 2. Everything is deterministic, with p(0) = .5.
     parents, tokens = [-1, 0, 0, 1, 1], [-1, 0, 1, 0, 1]
     for coins, path in [
         ([0.0] * 4, [1, 3]),
@@ -182,7 +182,7 @@ BAD_TREES = {
     "a negative parent": ([-1, -2, 0, -1], [0, 1, 1, 0]),
     "a node after padding": ([-1, 0, -1, 0], [0, 1, 0, 1]),
     "mixed kinds": ([-1, 0, 0, -1], [0, 1, 2, 0]),
-    "mixed kinds beside one put there": ([-1, 0, 0, 0], [0, 2, 0, 3]),
+    "mixed kinds beside a deterministic one": ([-1, 0, 0, 0], [0, 2, 0, 3]),
     "two rest children": ([-1, 0, 0, -1], [0, 3, 3, 0]),
 }
 
@@ -321,20 +321,20 @@ def test_children_that_cannot_have_been_drawn(backend):
 
 
 def test_nothing_left_to_draw_from(backend):
-    # The put-there tokens have all of q; the draft law is on two tokens, three without replacement.
+    # The deterministic tokens have all of q; a law on two tokens, and three without replacement.
     q = [0.5, 0.5, 0.0]
     case = one_tree([-1, 0, 0, 0], [-1, 2, 0, 1], [0, 3, 0, 0], q=q, uniforms=quiet(4))
     left_out(backend, case, 1, 4)
     case = one_tree([-1, 0, 0, 0], [-1, 0, 1, 0], [0, 2, 2, 2], q=q, uniforms=quiet(4))
     out = left_out(backend, case, 3, 4)
     torch.testing.assert_close(out.accept_probs[0, 1], torch.tensor(1.0))
-    # A rest child with the token of one that was put there.
+    # A rest child with the token of a deterministic one.
     case = one_tree([-1, 0, 0], [-1, 0, 0], [0, 3, 0], uniforms=quiet(3))
     left_out(backend, case, 1, 4)
 
 
 @pytest.mark.parametrize("given", ["logits", "probs", "reduced", "masked"])
-def test_without_replacement_beside_put_there(backend, given):
+def test_without_replacement_beside_deterministic(backend, given):
     # What is taken before the third drawn child is q of the drawn ones, and nearly all: .95.
     q = [0.6, 0.35, 0.04, 0.01]
     p = [0.1, 0.2, 0.3, 0.4]
@@ -354,8 +354,8 @@ def test_without_replacement_beside_put_there(backend, given):
     if given == "masked":
         case = case.replace(allowed_mask=torch.full((1, 5, 1), 0b01111, dtype=torch.int32))
     probs = backend.run_tree(case).accept_probs[0]
-    # Left after 0: [p - q]+ = (0, 0, .26, .39); token 2 put there: .4; left .39 / .65 = .6, all on
-    # token 3; drawn from (0, .875, .1, .025): none at 1; left [1 - .025]; from .05: .2.
+    # Left after 0: [p - q]+ = (0, 0, .26, .39); token 2 deterministic: .4; left .39 / .65 = .6, all
+    # on token 3; drawn from (0, .875, .1, .025): none at 1; left [1 - .025]; from .05: .2.
     torch.testing.assert_close(probs, torch.tensor([1, 1 / 6, 0.4, 0.0, 1.0]), rtol=0, atol=1e-5)
 
 
@@ -472,7 +472,7 @@ def test_a_chain_is_block_verification_to_the_bit(backend, options):
     for seed in range(1 if "vocab" in options else 5):
         case = make_case(seed, **{"gamma": 4, **options})
         chain, tree = backend.run(case), backend.run_tree(chain_as_tree(case))
-        # The reference sums what a put-there token leaves, where `verify` subtracts.
+        # The reference sums what a deterministic token leaves, where `verify` subtracts.
         same([tree.accept_probs[:, 1:]], [chain.accept_probs], 1e-7 * (backend is REFERENCE))
         for name in ("tokens", "num_accepted", "logprobs", "status"):
             same([getattr(tree, name)], [getattr(chain, name)])

@@ -78,7 +78,7 @@ def test_command(tmp_path, capsys):
     assert report[0]["tokens"]["mean"] >= report[1]["tokens"]["mean"]
 
 
-def test_tokens_that_were_put_there(tmp_path, capsys):
+def test_deterministic_tokens(tmp_path, capsys):
     path = tmp_path / "chains.pt"
     saved = chains(50)._asdict()
     del saved["draft_logits"]

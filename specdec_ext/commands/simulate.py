@@ -3,9 +3,9 @@
 The file is what ``torch.save`` makes of a dictionary with ``target_logits`` [B, G+1, V],
 ``draft_tokens`` [B, G] and ``draft_logits`` [B, G, Vd]: B chains as `specdec_ext.verify` takes
 them, drawn from the draft under the same temperature and filters. Without ``draft_logits`` the
-tokens count as put there. Every rule is run on the first gamma columns; coins are integrated out
-(`specdec_ext.theory.accepted_length`), so that the only noise is that of the chains. A round costs
-gamma c + 1 target calls: "speed" is tokens a call over that, and the "i.i.d." column is what
+tokens count as deterministic. Every rule is run on the first gamma columns; coins are integrated
+out (`specdec_ext.theory.accepted_length`), so that the only noise is that of the chains. A round
+costs gamma c + 1 target calls: "speed" is tokens a call over that, and the "i.i.d." column is what
 theorem 8 makes of the mean acceptance rate alone. Rules that are not lossless say so.
 """
 

@@ -3,9 +3,9 @@
 Node 0 of a tree is the root, the state before anything drafted; node v holds a draft token, and row
 v of the target logits is the law after the tokens on the way from the root to v. The *children* of
 a node are proposals for one and the same next token, looked at in index order. A child's kind says
-how it was proposed: put there (deterministic), or drawn from the law of its parent's draft row:
-independently of its siblings, without replacement, or from what the deterministic siblings leave
-(rest).
+how it was proposed: deterministic (chosen, not drawn), or drawn from the law of its parent's draft
+row: independently of its siblings, without replacement, or from what the deterministic siblings
+leave (rest).
 
 A node starts from its target law p. Each rejected child takes its share away, and what remains is
 [p - lambda q]+ outside the tokens tried: nested rejection residuals collapse to the scalar lambda,
@@ -100,7 +100,7 @@ def _post_order(children: list[list[int]]) -> list[int]:
 
 
 class _Child(NamedTuple):
-    """A usable child. It was drawn from ``kappa q``; kappa None: it was put there."""
+    """A usable child. It was drawn from ``kappa q``; kappa None: it is deterministic."""
 
     node: int
     token: int
@@ -233,12 +233,12 @@ class _Tree:
         if self.law(v) is None:
             return
         children = self.children[v]
-        put_there = [self.tokens[c] for c in children if self.kinds[c] == KIND_DETERMINISTIC]
-        q = self.draft_law(v) if len(put_there) < len(children) else None
+        deterministic = [self.tokens[c] for c in children if self.kinds[c] == KIND_DETERMINISTIC]
+        q = self.draft_law(v) if len(deterministic) < len(children) else None
         drawn_from = 1.0  # the part of q that the next drawn child comes from
         if q is not None and any(self.kinds[c] == KIND_REST for c in children):
             q = q.clone()
-            q[[token for token in put_there if token < len(q)]] = 0.0
+            q[[token for token in deterministic if token < len(q)]] = 0.0
             drawn_from = float(q.sum())
         for c in children:
             x, kind = self.tokens[c], self.kinds[c]

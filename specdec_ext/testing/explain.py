@@ -128,7 +128,7 @@ class _Checker:
         return float(probs[token]) if token < len(probs) else 0.0
 
     def proposal(self, i: int, q: Tensor | None) -> float:
-        """Probability with which token i + 1 was proposed; 1 if it was put there."""
+        """Probability with which token i + 1 was proposed; 1 if it is deterministic."""
         if self.reads_draft(i) and q is not None:
             return self.prob(q, self.request.tokens[i])
         return 1.0

@@ -225,10 +225,10 @@ def make_tree_case(
             if kind == 3:
                 chosen = [3 * (c == children[0]) for c in children]
             best = law.argsort(descending=True).tolist()
-            put = [c for c, k in zip(children, chosen, strict=True) if k == 0]
-            for c, x in zip(put, best, strict=False):
+            deterministic = [c for c, k in zip(children, chosen, strict=True) if k == 0]
+            for c, x in zip(deterministic, best, strict=False):
                 tokens[b, c] = x
-            gone = [int(tokens[b, c]) for c in put] if kind == 3 else []
+            gone = [int(tokens[b, c]) for c in deterministic] if kind == 3 else []
             for c, k in zip(children, chosen, strict=True):
                 kinds[b, c] = k
                 row = law.clone()

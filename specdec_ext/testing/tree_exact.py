@@ -25,7 +25,7 @@ def draft_trees(
     parents: Sequence[int],
     kinds: Sequence[int],
     laws: Sequence[Tensor],
-    put: Callable[[tuple[int, ...], int], Sequence[int]] | None = None,
+    deterministic: Callable[[tuple[int, ...], int], Sequence[int]] | None = None,
 ) -> list[tuple[tuple[int, ...], float]]:
     """Enumerate what may be drafted in a tree, with probabilities.
 
@@ -35,9 +35,9 @@ def draft_trees(
         By node, as `verify_tree` takes them.
     laws : sequence of Tensor
         Draft probabilities after each prefix of tokens: ``laws[d]`` is ``[V] * d + [Vd]``.
-    put : callable, optional
-        ``put(prefix, n)``: the tokens of n deterministic siblings. By default the n most likely
-        ones of the draft's law.
+    deterministic : callable, optional
+        ``deterministic(prefix, n)``: the tokens of n deterministic siblings. By default the n most
+        likely ones of the draft's law.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def draft_trees(
                     continue
                 changed = list(tokens)
                 if c in fixed:
-                    given = (put or default)(prefix, len(fixed))
+                    given = (deterministic or default)(prefix, len(fixed))
                     for u, token in zip(fixed, given, strict=False):
                         changed[u] = token
                     grown.append((tuple(changed), weight))
@@ -101,7 +101,7 @@ def exact_tree_law(
     target: Sequence[Tensor],
     draft: Sequence[Tensor],
     *,
-    put: Callable[[tuple[int, ...], int], Sequence[int]] | None = None,
+    deterministic: Callable[[tuple[int, ...], int], Sequence[int]] | None = None,
     rule: str = "traversal",
     bits: int = 40,
     **options: Any,
@@ -116,7 +116,7 @@ def exact_tree_law(
         The tree, by node; no padding.
     target, draft : sequence of Tensor
         Tables of logits as from `specdec_ext.testing.toy_models`, gamma the depth of the tree.
-    put : callable, optional
+    deterministic : callable, optional
         See `draft_trees`.
     rule : str
         "traversal", "recursive" or "target_only".
@@ -158,7 +158,7 @@ def exact_tree_law(
     target_probs = [law_table(table, params) for table in target]
     params = params.updated({k: scalars.get(f"draft_{k}") for k in SAMPLING})
     draft_probs = [law_table(table, params) for table in draft]
-    trees = draft_trees(parents, kinds, draft_probs, put)
+    trees = draft_trees(parents, kinds, draft_probs, deterministic)
 
     inputs = _tree_inputs(trees, parents, kinds, target, draft)
     calls = status = 0

@@ -39,7 +39,12 @@ class NodeAcceptance(NamedTuple):
 
 
 def _proposal(
-    kind: int, token: int, earlier: Sequence[int], put: Sequence[int], q: Tensor | None, size: int
+    kind: int,
+    token: int,
+    earlier: Sequence[int],
+    deterministic: Sequence[int],
+    q: Tensor | None,
+    size: int,
 ) -> Tensor | None:
     """Law ``[size]`` that a child was drawn from; None if it cannot have been."""
     law = torch.zeros(size, dtype=torch.float64)
@@ -52,7 +57,7 @@ def _proposal(
     if kind == 2:
         law[list(earlier)] = 0.0
     if kind == 3:
-        law[list(put)] = 0.0
+        law[list(deterministic)] = 0.0
     if not float(law.sum()) > 0:
         return None
     law /= law.sum()
@@ -134,11 +139,11 @@ def nested_acceptance(
         r = torch.zeros(size, dtype=torch.float64)
         r[:vocab] = law
         error = tolerance * r
-        put = [tokens[c] for c in children if kinds[c] == 0]
+        deterministic = [tokens[c] for c in children if kinds[c] == 0]
         tried: list[int] = []
         drawn: list[int] = []
         for c in children:
-            s = _proposal(kinds[c], tokens[c], drawn, put, draft[v], size)
+            s = _proposal(kinds[c], tokens[c], drawn, deterministic, draft[v], size)
             if s is None:
                 unusable.add(c)
                 continue

@@ -88,7 +88,7 @@ class Proposals(NamedTuple):
 
     token: Any
     usable: Any  # false: nothing can have been sampled from q here, the draft ends
-    sampled: Any  # drawn from q; a sample of a point mass counts as put there
+    sampled: Any  # drawn from q; a sample of a point mass counts as deterministic
     q: Any
 
 

@@ -43,7 +43,7 @@ class Children(NamedTuple):
     token: Any  # int32
     kind: Any  # int8
     tried: Any  # int32, looked at: not in the residual
-    fixed: Any  # int32, put there beside a child from the rest: the draft's law is 0 there
+    fixed: Any  # int32, deterministic beside a child from the rest: the draft's law is 0 there
     drawn: Any  # int32, drawn without replacement
 
 

@@ -47,8 +47,9 @@ class AggressiveDrafter(TextDrafter[_Alignment]):
     give `specdec_ext.generate` a gamma as large as the input: tokens cost nothing, and ``go_on`` is
     not asked.
 
-    Tokens are put, not drawn: verification takes each as a point mass, and what is emitted is
-    distributed as the target's own under every lossless rule (the paper: greedy decoding).
+    Tokens are deterministic, not drawn: verification takes each as a point mass, and what is
+    emitted is distributed as the target's own under every lossless rule (the paper: greedy
+    decoding).
 
     Parameters
     ----------

@@ -186,7 +186,7 @@ class Draft(NamedTuple):
     logits : Tensor or None
         ``[B, G, Vd]``, the rows that the tokens were drawn from; None: a deterministic drafter.
     kinds : Tensor or None
-        ``[B, G]`` int8, 0 for a token that was put there whatever its row says, 1 for one that was
+        ``[B, G]`` int8, 0 for a deterministic token, whatever its row says, 1 for one that was
         drawn from it. None: drawn where there are logits.
     """
 

@@ -21,8 +21,8 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
     Proposals cost next to nothing, so ``go_on`` is not asked. (Copying what followed a matching
     n-gram of the prompt: Saxena 2023, "Prompt Lookup Decoding"; the automaton: Blumer et al. 1985.)
 
-    Tokens are put, not drawn: verification takes each as a point mass, and what is emitted is
-    distributed as the target's own under every lossless rule.
+    Tokens are deterministic, not drawn: verification takes each as a point mass, and what is
+    emitted is distributed as the target's own under every lossless rule.
 
     Parameters
     ----------

@@ -97,8 +97,8 @@ class ModelDrafter:
         go_on : callable, optional
             As in `Drafter`; where ``prefix`` goes on, so does the draft.
         prefix : Tensor, optional
-            ``[B, F]`` int64, tokens that another drafter put at the head, -1 behind them; fewer
-            than ``gamma`` in some row. What all rows have is run in one call.
+            ``[B, F]`` int64, tokens that another drafter proposes for the head, -1 behind them;
+            fewer than ``gamma`` in some row. What all rows have is run in one call.
         """
         assert self._cached is not None, "start() comes first"
         self._take_in()
@@ -135,7 +135,7 @@ class ModelDrafter:
             going = going if count < going.shape[0] else None
         if not tokens:
             return Draft(self._missing[:, :0])
-        laws = laws[:1] * shared + laws  # of put tokens no law is read
+        laws = laws[:1] * shared + laws  # no law is read of tokens that another drafter proposed
         return Draft(torch.cat(tokens, 1), torch.cat(laws, 1) if self._requests.needs_law else None)
 
     def _draw(self, logits: Tensor, positions: Tensor, i: int) -> Tensor:

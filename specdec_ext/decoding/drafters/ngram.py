@@ -86,9 +86,9 @@ class NgramDrafter(TextDrafter[_Reader]):
 
     Verification reads the rows that the tokens were drawn from, log P under the caller's logits
     processors and the request's filters; what is emitted is distributed as the target's own under
-    every lossless rule. So it is with ``sampled=False``, where the likeliest token of such a row is
-    put, and taken as a point mass. The host waits for the device once a draft token, twice where
-    there are processors.
+    every lossless rule. So it is with ``sampled=False``, where the token is deterministic: the
+    likeliest of such a row. The host waits for the device once a draft token, twice where there are
+    processors.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class NgramDrafter(TextDrafter[_Reader]):
     smoothing : float
         s, the weight of the shorter context's law, in counts.
     sampled : bool
-        Whether tokens are drawn, or the likeliest ones are put.
+        Whether tokens are drawn; else they are deterministic, the likeliest ones.
     learn : bool
         Whether a request's own prompt and output are counted.
 
@@ -175,7 +175,7 @@ class NgramDrafter(TextDrafter[_Reader]):
         go_on : callable, optional
             Not asked.
         prefix : Tensor, optional
-            ``[B, F]`` int64, tokens that another drafter put at the head, -1 behind them.
+            ``[B, F]`` int64, tokens that another drafter proposes for the head, -1 behind them.
         """
         texts = [list(reader.context) for reader in self._readers]
         tokens: list[Tensor] = []
