@@ -178,14 +178,14 @@ def verify_tree(
     probs: Probs = softmax_probs,
     draw: Draw | None = None,
 ) -> Verdict:
-    """Walk over trees whose children were drawn without replacement, request by request.
+    """Verify trees whose children were drawn without replacement, request by request.
 
     Parameters
     ----------
     target_logits, tokens, parents, draft_logits, uniforms : Tensor
         ``[B, N, V]``, ``[B, N]`` and ``[B, N]`` int64, ``[B, N, V]``, ``[B, N]`` float64.
     rule : {"traversal", "recursive"}
-        Judge subtrees first, or go down as soon as a child is accepted (SpecInfer, Sequoia).
+        Decide subtrees first, or go down as soon as a child is accepted (SpecInfer, Sequoia).
     probs, draw : callable
         As in `verify_token`.
 

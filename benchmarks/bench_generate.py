@@ -156,9 +156,9 @@ def faults(pair: Pair, runs: Mapping[str, Run], some: Sequence[Prompt]) -> dict[
     found = {}
     for name, run in runs.items():
         for prompt, expected, tokens in zip(some, runs[PLAIN].tokens, run.tokens, strict=True):
-            judged = check.judge(pair, prompt, expected, tokens, 0.0, 0, name)
-            if judged.verdict == check.BUG:
-                found[name] = check.line(judged)
+            compared = check.compare_tokens(pair, prompt, expected, tokens, 0.0, 0, name)
+            if compared.verdict == check.BUG:
+                found[name] = check.line(compared)
     return found
 
 
@@ -231,7 +231,7 @@ def ratio_error(above: Sequence[Run], below: Sequence[Run]) -> float | None:
 
 
 def bars(records: Sequence[Mapping[str, Any]], gammas: Sequence[int]) -> list[str]:
-    """Judge the bars at batch 1, temperature by temperature."""
+    """Hold the measurements against the bars at batch 1, temperature by temperature."""
     lines = []
     for t in sorted({r["temperature"] for r in records}):
         of = {r["contestant"]: r for r in records if r["temperature"] == t and r["batch"] == 1}
@@ -239,7 +239,7 @@ def bars(records: Sequence[Mapping[str, Any]], gammas: Sequence[int]) -> list[st
         if not fixed:
             continue
         best = max(fixed, key=lambda r: r["speedup"])
-        judged = [(f"{best['contestant']} over plain decoding", best["speedup"], 1.0)]
+        compared = [(f"{best['contestant']} over plain decoding", best["speedup"], 1.0)]
         for g in gammas:
             rival = of.get(f"transformers, gamma {g}")
             if rival is not None and f"gamma {g}" in of:
@@ -247,11 +247,11 @@ def bars(records: Sequence[Mapping[str, Any]], gammas: Sequence[int]) -> list[st
                 ratio = ours["speedup"] / rival["speedup"]
                 most = ratio / (1 - ours["loop_percent"] / 100)
                 what = f"gamma {g} over transformers, assisted (a loop at no cost: {most:.2f}x)"
-                judged.append((what, ratio, 1.5))
+                compared.append((what, ratio, 1.5))
         if RENEWAL in of:
             ratio = of[RENEWAL]["speedup"] / best["speedup"]
-            judged.append((f"renewal policy over {best['contestant']}", ratio, 0.97))
-        for what, value, bar in judged:
+            compared.append((f"renewal policy over {best['contestant']}", ratio, 0.97))
+        for what, value, bar in compared:
             verdict = "PASS" if value >= bar else "FAIL"
             lines.append(f"T {t:g}: {what}: {value:.2f}x ({bar:g}x asked) {verdict}")
         loop = best["loop_percent"]

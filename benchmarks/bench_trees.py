@@ -7,7 +7,7 @@
 A context is a window of text that neither model has seen, continued by the target at the same
 temperature; every context is a unit of its own. On it a tree is drafted, the target runs all nodes,
 and the expected number of accepted tokens, given what was drafted, is computed from the operator's
-acceptance probabilities: no coin adds noise, and all rules of a shape judge the same drafts. Only
+acceptance probabilities: no coin adds noise, and all rules of a shape verify the same drafts. Only
 ``coupled``, which has no coins, is counted as it comes out. Before it is used, what the operator
 says is compared with the float64 reference on the first contexts of every setting.
 
@@ -50,7 +50,7 @@ WINDOW, CONTINUED = 48, 16  # tokens of a context
 CHECKED = 2  # contexts of every setting that the reference looks at, too
 #: Above every acceptance probability but 1: rejects what can be rejected.
 REJECTING = 1 - 2.0**-53
-WALKS = rule_names(trees=True, takes_coins=True, stepwise=True)
+STEPWISE = rule_names(trees=True, takes_coins=True, stepwise=True)
 
 Tree = StaticTree | GrownTree
 
@@ -116,7 +116,7 @@ class Context:
         )  # fmt: skip
         return drafter.propose(self.positions)
 
-    def judge(self, draft: TreeDraft) -> Tensor:
+    def score(self, draft: TreeDraft) -> Tensor:
         """Run the target on every node, ``[B, N, V]``; its cache stays as it was."""
         batch, nodes = draft.tokens.shape
         seen, depths = tree_view(draft.parents)
@@ -181,20 +181,20 @@ def traversed(context: Context, draft: TreeDraft, logits: Tensor) -> Tensor:
     return means
 
 
-class Walked(NamedTuple):
-    """Probabilities ``[B, N]`` that a walk comes to each node, and each node's rank, by node."""
+class Reached(NamedTuple):
+    """Probabilities ``[B, N]`` that a stepwise rule comes to each node, and ranks, by node."""
 
     reached: Tensor
     ranks: list[int]
 
 
-def walked(
+def reach(
     context: Context, draft: TreeDraft, logits: Tensor, tree: StaticTree, rule: str
-) -> Walked:
-    """Go through all ways that a walk can take.
+) -> Reached:
+    """Follow a stepwise rule through all that its coins can decide.
 
-    What happens at a node does not depend on how a walk came there, so every node with children is
-    given to the operator as a tree of its own, with coins that reject: then all children are seen.
+    What happens at a node does not depend on how the rule came there, so every node with children
+    is given to the operator as a tree of its own, with coins that reject: then all are seen.
     """
     batch = len(draft.tokens)
     inputs = inputs_of(context, draft, logits, rule)
@@ -229,20 +229,20 @@ def walked(
             ranks[c] = rank
             reached[:, c] = left * accepted[:, c]
             left -= reached[:, c]
-    return Walked(reached, ranks)
+    return Reached(reached, ranks)
 
 
 def expected_accepted(context: Context, methods: Sequence[Method]) -> list[Tensor]:
     """Expected accepted tokens ``[B]`` of each of some methods that share one tree."""
     tree = methods[0].tree
     draft = context.draft(tree, coupled=tree.children == "coupled")
-    logits = context.judge(draft)
+    logits = context.score(draft)
     means = []
     for method in methods:
         if method.rule == "traversal":
             means.append(traversed(context, draft, logits))
-        elif method.rule in WALKS and isinstance(tree, StaticTree):
-            means.append(walked(context, draft, logits, tree, method.rule).reached[:, 1:].sum(1))
+        elif method.rule in STEPWISE and isinstance(tree, StaticTree):
+            means.append(reach(context, draft, logits, tree, method.rule).reached[:, 1:].sum(1))
         else:
             counted = specdec_ext.verify_tree(**inputs_of(context, draft, logits, method.rule))
             means.append(counted.num_accepted.double())
@@ -271,7 +271,7 @@ def mean_of(tokens: Tensor) -> theory.Estimate:
 
 
 def chain(length: int) -> StaticTree:
-    """Give a chain: what the block rule of `specdec_ext.verify` judges."""
+    """Give a chain: what the block rule of `specdec_ext.verify` verifies."""
     return StaticTree.from_widths((1,) * length, "iid")
 
 
@@ -282,12 +282,12 @@ def behind_trunk(trunk: int, tree: StaticTree) -> StaticTree:
 
 
 def rates_by_rank(some: Sequence[Context], children: str) -> list[float]:
-    """Measure how often each child of a node is the one that a walk goes on to."""
+    """Measure how often each child of a node is the one that a stepwise rule goes on to."""
     tree = StaticTree.from_widths((8, 4, 1, 1), children)
     wins, trials = [0.0] * 8, [0.0] * 8
     for context in some:
         draft = context.draft(tree, coupled=False)
-        found = walked(context, draft, context.judge(draft), tree, "recursive")
+        found = reach(context, draft, context.score(draft), tree, "recursive")
         come = found.reached.sum(0).tolist()
         for v, parent in enumerate(tree.parents):
             if parent >= 0:
@@ -339,7 +339,7 @@ def fixed_methods(temperature: float) -> list[Method]:
     for name, widths in shapes.items():
         for children in kinds_at(temperature):
             tree = StaticTree.from_widths(widths, children)
-            rules = ("traversal", *WALKS) if temperature else ("traversal",)
+            rules = ("traversal", *STEPWISE) if temperature else ("traversal",)
             methods += [Method(f"{name}, {children}", tree, rule) for rule in rules]
         if temperature:
             tree = StaticTree.from_widths(widths, "coupled")
@@ -455,7 +455,7 @@ def verdict(results: Sequence[Result], budgets: Sequence[int]) -> list[str]:
 def run_temperature(
     pair: Pair, windows: Tensor, temperature: float, options: argparse.Namespace
 ) -> list[Result]:
-    """Search for shapes, then judge what was found on fresh contexts."""
+    """Search for shapes, then measure what was found on fresh contexts."""
     begin = time.perf_counter()
     searched = contexts(pair, windows[: options.search], temperature, options)
     rates = {kind: rates_by_rank(searched, kind) for kind in kinds_at(temperature)}

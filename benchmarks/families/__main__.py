@@ -61,7 +61,7 @@ def run_family(name: str, wanted: list[str]) -> list[dict[str, Any]]:
         "dtype": str(case.dtype).removeprefix("torch."), "tokens": modes.variety(case.batches),
     }  # fmt: skip
     for mode in wanted:
-        records.append(common | modes.judge(mode, case)._asdict())
+        records.append(common | modes.classify(mode, case)._asdict())
     records[-1]["seconds"] = round(time.perf_counter() - begin, 1)
     return records
 

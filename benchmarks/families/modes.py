@@ -411,14 +411,14 @@ MODES: dict[str, Mode] = {
 # --- verdicts -------------------------------------------------------------------------------------
 
 
-def judge(name: str, case: Case) -> Cell:
+def classify(name: str, case: Case) -> Cell:
     """Run one mode and say what came of it."""
     mode = MODES[name]
     prompts = case.batches[mode.batch]
     try:
         found, statistics = mode.run(case, prompts)
     except Exception as error:  # any: the verdict is about which
-        return _judge_error(name, case, error)
+        return _classify_error(name, case, error)
     counts = (-1, -1)
     if statistics is not None:
         counts = int(statistics.accepted), int(statistics.rejected)
@@ -496,7 +496,7 @@ def cached_continuation(model: Any, prompts: Prompts) -> list[int]:
     return found
 
 
-def _judge_error(name: str, case: Case, error: Exception) -> Cell:
+def _classify_error(name: str, case: Case, error: Exception) -> Cell:
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     where = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in where if "specdec_ext" in frame.filename]

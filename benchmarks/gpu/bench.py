@@ -633,10 +633,10 @@ def work(options: argparse.Namespace, state: State) -> int:
         for name in left:
             if time.time() > options.until:
                 return 0
-            fine = attempt(name, cell, sets, state, options)
+            completed = attempt(name, cell, sets, state, options)
             if state.records:
                 print(tables.line(state.records[-1], state.facts), flush=True)
-            if not fine:
+            if not completed:
                 return EXIT_AGAIN
     return 0
 

@@ -374,7 +374,7 @@ def sanitizer(tool: str) -> Callable[[Report, float], Step]:
             limit,
             PYTORCH_NO_CUDA_MEMORY_CACHING="1",
         )
-        return judge_sanitizer(step, text)
+        return read_sanitizer(step, text)
 
     return step_of
 
@@ -386,7 +386,7 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or next(filter(None, found), None)
 
 
-def judge_sanitizer(step: Step, text: str) -> Step:
+def read_sanitizer(step: Step, text: str) -> Step:
     """Say whether a tool found nothing, found something, or did not work here."""
     own = [line.strip("= ") for line in text.splitlines() if line.startswith("===")]
     summaries = [line for line in own if "SUMMARY: " in line]

@@ -11,9 +11,9 @@
 namespace specdec {
 
 // A request on its way down the chain, under a stepwise rule.
-struct Walk {
-  bool walking = true;
-  bool decided = false;  // still walking only to report the remaining accept_probs
+struct Progress {
+  bool active = true;
+  bool decided = false;  // still active only to report the remaining accept_probs
 };
 
 struct Verdict {
@@ -61,8 +61,8 @@ SPECDEC_HD ExtraTask extra_task(const VerifyParams& p, const Request& r, int64_t
 }
 
 // `extra` is what extra_task asked for.
-SPECDEC_HD Verdict judge(const VerifyParams& p, const Request& r, int64_t i, float logit,
-                         const LawRow& target, const NodeFacts& facts, double extra) {
+SPECDEC_HD Verdict accept_test(const VerifyParams& p, const Request& r, int64_t i, float logit,
+                               const LawRow& target, const NodeFacts& facts, double extra) {
   if (p.rule == Rule::kTopBeta) {
     return certain(accepts_top_beta(static_cast<int64_t>(extra), logit, target.law.max,
                                     p.relaxed.beta, p.relaxed.tau));
@@ -100,7 +100,7 @@ SPECDEC_HD NodeFacts node_facts(const VerifyParams& p, const Request& r, int64_t
   const float logit = row_value(target.row, column.token);
   facts.p = law_probability(target.law, logit, column.token);
   facts.log_p = static_cast<float>(law_log_probability(target.law, logit));
-  if (p.rule != Rule::kBlock) facts.verdict = judge(p, r, i, logit, target, facts, extra);
+  if (p.rule != Rule::kBlock) facts.verdict = accept_test(p, r, i, logit, target, facts, extra);
   return facts;
 }
 
@@ -110,32 +110,32 @@ SPECDEC_HD void finish_with_target(Request* r, const LawRow& target, const NodeF
   r->draw.token = facts.winner;
 }
 
-// Takes a request through node i; sets walk->walking to whether it goes on to node i + 1. `report`:
-// write accept_probs and logprobs too.
-SPECDEC_HD void visit(const VerifyParams& p, Request* r, Walk* walk, int64_t i,
+// Takes a request through node i; sets progress->active to whether it goes on to node i + 1.
+// `report`: write accept_probs and logprobs too.
+SPECDEC_HD void visit(const VerifyParams& p, Request* r, Progress* progress, int64_t i,
                       const NodeFacts& facts, const LawRow& target, const LawRow& draft,
                       bool report) {
-  walk->walking = false;
+  progress->active = false;
   if (facts.ends || !facts.usable) {
     if (!facts.usable) r->status |= kNoDraftLaw;
-    if (!walk->decided) finish_with_target(r, target, facts);
+    if (!progress->decided) finish_with_target(r, target, facts);
     return;
   }
   if (report) p.accept_probs[r->b * p.gamma + i] = static_cast<float>(facts.verdict.probability);
-  if (walk->decided) {
-    walk->walking = true;
+  if (progress->decided) {
+    progress->active = true;
   } else if (facts.verdict.accepted) {
     if (report) p.logprobs[r->b * (p.gamma + 1) + i] = facts.log_p;
     r->accepted = i + 1;
-    walk->walking = true;
+    progress->active = true;
   } else {
     if (reads_draft_law(p.rule) && !r->greedy) {
       draw_from_residual(r, target, draft, column_at(p, r->b, i), facts.sampled, 1.0);
     } else {
       finish_with_target(r, target, facts);  // typical draws from p; a point mass has nothing else
     }
-    walk->decided = true;
-    walk->walking = p.full_accept_probs;
+    progress->decided = true;
+    progress->active = p.full_accept_probs;
   }
 }
 

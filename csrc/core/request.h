@@ -151,7 +151,7 @@ SPECDEC_HD Request begin_request(const Params& p, int64_t b) {
 }
 
 // Whether the uniform of a slot, if given at all, lies in [0, 1).
-SPECDEC_HD bool is_uniform_fine(const Randomness& r, int64_t b, int64_t slot) {
+SPECDEC_HD bool is_uniform_in_range(const Randomness& r, int64_t b, int64_t slot) {
   bool out_of_range = false;
   if (r.uniforms.data != nullptr) given_uniform(r, b, slot, &out_of_range);
   return !out_of_range;
@@ -170,11 +170,11 @@ SPECDEC_HD Request open_request(const VerifyParams& p, int64_t b) {
     if (state == ColumnState::kInvalid) r.status |= kInvalidDraftToken;
     if (state != ColumnState::kUsable) break;
   }
-  bool fine = r.greedy || is_uniform_fine(p.randomness, b, p.gamma);
+  bool in_range = r.greedy || is_uniform_in_range(p.randomness, b, p.gamma);
   for (int64_t slot = 0; slot < r.drafted && !r.greedy; ++slot) {
-    fine &= is_uniform_fine(p.randomness, b, slot);
+    in_range &= is_uniform_in_range(p.randomness, b, slot);
   }
-  if (!fine) r.status |= kParameterOutOfRange;
+  if (!in_range) r.status |= kParameterOutOfRange;
   take_final_uniform(p, &r);
   return r;
 }

@@ -38,8 +38,8 @@ SPECDEC_HD int64_t tree_size(const IdArray& parents, int64_t b, int64_t nodes) {
 // Bits of `status` that the lengths of request b set. What they set keeps the cache as it is.
 SPECDEC_HD int32_t compact_status(const CompactKvParams& p, int64_t b) {
   const int64_t accepted = load_id(p.num_accepted, b, 0), seq_len = load_id(p.seq_lens, b, 0);
-  const bool fine = accepted >= 0 && accepted <= p.steps && seq_len >= 0 && seq_len <= p.places;
-  return fine ? 0 : kParameterOutOfRange;
+  const bool in_range = accepted >= 0 && accepted <= p.steps && seq_len >= 0 && seq_len <= p.places;
+  return in_range ? 0 : kParameterOutOfRange;
 }
 
 // Whether accepted node k comes after the one before it, and lies in the cache. Where all do, no

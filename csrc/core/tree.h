@@ -1,4 +1,4 @@
-// Trees of draft tokens, one request: its topology, and the walk over the children of a node that
+// Trees of draft tokens, one request: its topology, and the visit to the children of a node that
 // all rules share (docs/design.md, "Acceptance").
 //
 // A backend finds laws, sums over the vocabulary and the winners of races; a NodeVisit says what it
@@ -17,7 +17,7 @@ constexpr int8_t kChildKinds = 4;
 constexpr double kNotLookedAt = -1.0;
 constexpr double kUnreachable = -2.0;  // it, or a node above it, is no token
 
-constexpr int32_t kNoWay = INT32_MAX;
+constexpr int32_t kNoNode = INT32_MAX;  // above every node, for atomic minima
 
 // Scratch memory of one request, all arrays by node.
 struct Tree {
@@ -25,14 +25,14 @@ struct Tree {
   bool valid = true;
   int64_t count = 0;  // real nodes; padding comes after them
   int32_t* first_child = nullptr;
-  int32_t* next_sibling = nullptr;  // both -1 where there is none
-  int32_t* first_slot = nullptr;    // of a node's children in the two lists below
-  int32_t* beneath = nullptr;       // while a node is on a stack: the next one there
-  int32_t* way = nullptr;           // first child on a way to a node that may win, or kNoWay
-  int64_t* tried = nullptr;         // tokens of children that have been looked at
-  int64_t* aside = nullptr;         // tokens that a child cannot have been drawn from
+  int32_t* next_sibling = nullptr;        // both -1 where there is none
+  int32_t* first_slot = nullptr;          // of a node's children in the two lists below
+  int32_t* below_on_stack = nullptr;      // while a node is on a stack: the next one there
+  int32_t* next_toward_winner = nullptr;  // first child on a path to a possible winner, or kNoNode
+  int64_t* tried = nullptr;               // tokens of children that have been looked at
+  int64_t* excluded = nullptr;            // tokens that a child cannot have been drawn from
   double* inflow = nullptr;
-  double* acceptance = nullptr;  // h of a node, or the chance that a walk went down to it
+  double* acceptance = nullptr;  // h of a node, or the chance that a stepwise rule went down to it
   float* log_p = nullptr;        // of the node's token, under its parent's law
 };
 
@@ -48,7 +48,7 @@ struct TreeMemory {
 // What a visit needs before it goes on.
 enum class Pending : int8_t {
   kNothing,   // it has seen all children
-  kDescend,   // a walk goes down to `child`
+  kDescend,   // a stepwise rule goes down to `child`
   kMass,      // that of the residual after `child`
   kRestMass,  // that of the draft law which `child` was drawn from
 };
@@ -65,7 +65,7 @@ struct NodeVisit {
   double taken = 0.0;       // q that cannot be drawn: earlier siblings', or that of fixed tokens
   double rest_mass = -1.0;  // 1 - taken as a sum, where the difference would cancel
   int64_t num_tried = 0;
-  int64_t num_aside = 0;
+  int64_t num_excluded = 0;
   int64_t winner = -1;  // coupled: the token that the target emits here
   int64_t kept = -1;    // the token of the last drawn child, while `mass` still has it
   bool has_rest = false;
@@ -125,10 +125,10 @@ SPECDEC_HD Tree tree_in(const TreeMemory& memory, int64_t nodes, int64_t k) {
   tree.first_child = memory.links + TreeMemory::kLinks * first;
   tree.next_sibling = tree.first_child + nodes;
   tree.first_slot = tree.next_sibling + nodes;
-  tree.beneath = tree.first_slot + nodes;
-  tree.way = tree.beneath + nodes;
+  tree.below_on_stack = tree.first_slot + nodes;
+  tree.next_toward_winner = tree.below_on_stack + nodes;
   tree.tried = memory.tokens + TreeMemory::kTokens * first;
-  tree.aside = tree.tried + nodes;
+  tree.excluded = tree.tried + nodes;
   tree.inflow = memory.numbers + TreeMemory::kNumbers * first;
   tree.acceptance = tree.inflow + nodes;
   tree.log_p = memory.log_p + first;
@@ -161,7 +161,7 @@ SPECDEC_HD bool kinds_clash(int8_t a, int8_t b) {
   return drawn && (a != b || a == static_cast<int8_t>(ChildKind::kRest));
 }
 
-SPECDEC_HD bool has_fine_kinds(const VerifyTreeParams& p, const Tree& tree) {
+SPECDEC_HD bool has_valid_kinds(const VerifyTreeParams& p, const Tree& tree) {
   for (int64_t v = 0; v < tree.count; ++v) {
     int8_t shared = 0;
     for (int32_t c = tree.first_child[v]; c >= 0; c = tree.next_sibling[c]) {
@@ -177,12 +177,12 @@ SPECDEC_HD bool has_fine_kinds(const VerifyTreeParams& p, const Tree& tree) {
 SPECDEC_HD void clear_node(const Tree& tree, int64_t v, bool reachable) {
   tree.inflow[v] = reachable ? kNotLookedAt : kUnreachable;
   tree.acceptance[v] = kNotLookedAt;
-  tree.way[v] = kNoWay;
+  tree.next_toward_winner[v] = kNoNode;
 }
 
 // Marks the nodes that tokens can lead to; what is below an id that is no token is never read.
 SPECDEC_HD void find_reachable(const VerifyTreeParams& p, Tree* tree, Request* r) {
-  bool fine = r->greedy || is_uniform_fine(p.randomness, r->b, p.nodes - 1);
+  bool in_range = r->greedy || is_uniform_in_range(p.randomness, r->b, p.nodes - 1);
   clear_node(*tree, 0, true);
   for (int64_t v = 1; v < tree->count; ++v) {
     clear_node(*tree, v, false);
@@ -191,9 +191,9 @@ SPECDEC_HD void find_reachable(const VerifyTreeParams& p, Tree* tree, Request* r
     if (state == ColumnState::kInvalid) r->status |= kInvalidDraftToken;
     if (state != ColumnState::kUsable) continue;
     clear_node(*tree, v, true);
-    fine = fine && (r->greedy || is_uniform_fine(p.randomness, r->b, v - 1));
+    in_range = in_range && (r->greedy || is_uniform_in_range(p.randomness, r->b, v - 1));
   }
-  if (!fine) r->status |= kParameterOutOfRange;
+  if (!in_range) r->status |= kParameterOutOfRange;
 }
 
 // Takes the uniform of the final draw.
@@ -210,7 +210,7 @@ SPECDEC_HD Request open_tree(const VerifyTreeParams& p, int64_t b, Tree* tree) {
   tree->valid = tree->count > 0;
   if (!tree->valid) tree->count = 1;
   link_children(p, tree);
-  if (tree->valid && !has_fine_kinds(p, *tree)) {
+  if (tree->valid && !has_valid_kinds(p, *tree)) {
     tree->valid = false;
     tree->count = 1;
     tree->first_child[0] = -1;
@@ -256,17 +256,17 @@ SPECDEC_HD TokenList tried_tokens(const Tree& tree, const NodeVisit& v) {
 }
 
 // Earlier siblings drawn without replacement; or, beside a rest child, the deterministic ones.
-SPECDEC_HD TokenList tokens_aside(const Tree& tree, const NodeVisit& v) {
-  return {tree.aside + tree.first_slot[v.node], v.num_aside};
+SPECDEC_HD TokenList excluded_tokens(const Tree& tree, const NodeVisit& v) {
+  return {tree.excluded + tree.first_slot[v.node], v.num_excluded};
 }
 
 // Tokens that the draft law of a node with a rest child does not have.
 SPECDEC_HD TokenList fixed_tokens(const Tree& tree, const NodeVisit& v) {
-  return v.has_rest ? tokens_aside(tree, v) : TokenList{};
+  return v.has_rest ? excluded_tokens(tree, v) : TokenList{};
 }
 
-SPECDEC_HD void set_aside(const Tree& tree, int64_t token, double q, NodeVisit* v) {
-  tree.aside[tree.first_slot[v->node] + v->num_aside++] = token;
+SPECDEC_HD void exclude(const Tree& tree, int64_t token, double q, NodeVisit* v) {
+  tree.excluded[tree.first_slot[v->node] + v->num_excluded++] = token;
   v->taken += q;
   v->rest_mass = -1.0;
 }
@@ -292,7 +292,7 @@ SPECDEC_HD void list_fixed(const VerifyTreeParams& p, const Request& r, const Tr
     if (tree.inflow[c] == kUnreachable || kind_of(p, r, c) == ChildKind::kRest) continue;
     const int64_t token = tree_token(p, r.b, c);
     if (is_in(fixed_tokens(tree, *v), token)) continue;
-    set_aside(tree, token, draft_probability(tree, *v, draft, token), v);
+    exclude(tree, token, draft_probability(tree, *v, draft, token), v);
   }
 }
 
@@ -351,9 +351,9 @@ SPECDEC_HD void take_mass(const Tree& tree, double mass, NodeVisit* v) {
   v->child = tree.next_sibling[v->child];
 }
 
-// Looks at the children of a node until all are done or something is needed. `walk`: flip each
+// Looks at the children of a node until all are done or something is needed. `stepwise`: flip each
 // child's coin at once, and go down where it accepts.
-SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tree, bool walk,
+SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tree, bool stepwise,
                            const LawRow& target, const LawRow& draft, NodeVisit* v) {
   for (; v->child >= 0; v->child = tree.next_sibling[v->child]) {
     const int32_t c = v->child;
@@ -369,7 +369,7 @@ SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tr
       r->status |= kNoDraftLaw;
       continue;
     }
-    if (kind == ChildKind::kWithoutReplacement) set_aside(tree, token, q, v);
+    if (kind == ChildKind::kWithoutReplacement) exclude(tree, token, q, v);
     sampled = sampled && !draft.law.point_mass;
 
     const double kappa = 1.0 / drawn_from;
@@ -380,7 +380,7 @@ SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tr
     tree.inflow[c] = inflow;
     tree.log_p[c] = token < target.row.vocab ? target_log_probability(target, token) : NAN;
     tree.tried[tree.first_slot[v->node] + v->num_tried++] = token;
-    if (walk) {
+    if (stepwise) {
       tree.acceptance[c] = inflow;
       if (tree_coin(p, *r, c) < inflow) return Pending::kDescend;
     }
@@ -411,7 +411,7 @@ SPECDEC_HD DrawTask pending_sum(const Tree& tree, const NodeVisit& v, Pending pe
     task.target = in_token_order(draft.row);
     task.target_law = draft.law;
     task.coefficients = {1.0, 0.0};
-    task.tried = tokens_aside(tree, v);
+    task.tried = excluded_tokens(tree, v);
     return task;
   }
   task.target = target.row;
@@ -435,10 +435,10 @@ template <typename Nodes>
 SPECDEC_HD void flow_down(const VerifyTreeParams& p, Request* r, const Tree& tree, Nodes* nodes,
                           int64_t node) {
   int32_t top = static_cast<int32_t>(node);
-  tree.beneath[top] = -1;
+  tree.below_on_stack[top] = -1;
   while (top >= 0) {
     const int32_t v = top;
-    top = tree.beneath[v];
+    top = tree.below_on_stack[v];
     NodeVisit visit = nodes->visits[v];
     const int32_t from = visit.child;
     const Pending pending = advance(p, r, tree, false, nodes->target(v), nodes->draft(v), &visit);
@@ -449,7 +449,7 @@ SPECDEC_HD void flow_down(const VerifyTreeParams& p, Request* r, const Tree& tre
       if (!(tree.inflow[c] > 0.0)) continue;
       nodes->visits[c] =
           begin_visit(p, *r, tree, c, tree.inflow[c], nodes->target(c), nodes->draft(c), -1);
-      tree.beneath[c] = top;
+      tree.below_on_stack[c] = top;
       top = c;
     }
     if (pending == Pending::kNothing) {
@@ -468,20 +468,20 @@ SPECDEC_HD bool accepts_node(const VerifyTreeParams& p, const Request& r, const 
   return tree.acceptance[v] >= 0.0 && tree_coin(p, r, v) < tree.acceptance[v];
 }
 
-// Marks the way from the root to a node that may win. Threads may mark ways side by side: whoever
+// Marks the path from the root to a node that may win. Threads may mark paths side by side: whoever
 // finds a part marked leaves the rest to the one who did.
-SPECDEC_HD void mark_way(const VerifyTreeParams& p, const Tree& tree, int64_t v) {
+SPECDEC_HD void mark_path(const VerifyTreeParams& p, const Tree& tree, int64_t v) {
   while (v > 0) {
     const int64_t parent = tree_parent(p, tree.b, v);
-    if (lower(&tree.way[parent], static_cast<int32_t>(v)) != kNoWay) return;
+    if (lower(&tree.next_toward_winner[parent], static_cast<int32_t>(v)) != kNoNode) return;
     v = parent;
   }
 }
 
-// Of the nodes that ways were marked to, the first in post-order.
+// Of the nodes that paths were marked to, the first in post-order.
 SPECDEC_HD int64_t find_winner(const Tree& tree) {
   int64_t v = 0;
-  while (tree.way[v] != kNoWay) v = tree.way[v];
+  while (tree.next_toward_winner[v] != kNoNode) v = tree.next_toward_winner[v];
   return v;
 }
 
@@ -527,7 +527,7 @@ SPECDEC_HD void write_nodes(const VerifyTreeParams& p, const Tree& tree, int64_t
 SPECDEC_HD int64_t write_path(const VerifyTreeParams& p, const Request& r, const Tree& tree) {
   const int64_t first = r.b * p.nodes;
   int64_t depth = 0;
-  for (int32_t v = tree.way[0]; v != kNoWay; v = tree.way[v]) {
+  for (int32_t v = tree.next_toward_winner[0]; v != kNoNode; v = tree.next_toward_winner[v]) {
     p.path[first + depth] = v;
     p.out_tokens[first + depth] = tree_token(p, r.b, v);
     p.logprobs[first + depth] = tree.log_p[v];

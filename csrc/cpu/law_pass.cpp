@@ -18,7 +18,7 @@ namespace {
 struct TileSummary {
   float max;
   float reference;
-  bool fine;
+  bool valid;
   double sum;
   double extra;  // rank, or sum of weight * log(weight)
 };
@@ -76,7 +76,7 @@ bool sweep_tile(const Entries& entries, int64_t groups, double scale, TileSummar
     return VecPair{weight(v.first), weight(v.second)};
   });
   s->max = max_lanes(max_of(first, second));
-  s->fine = s->sum == s->sum;
+  s->valid = s->sum == s->sum;
   return scale * (static_cast<double>(s->max) - s->reference) <= kMaxLead;
 }
 
@@ -121,9 +121,9 @@ TileSummary scan_entries(const LawTask& task, const Entries& entries, int64_t gr
   const double scale = 1.0 / task.filters.temperature;
   if (may_sweep(task) && sweep_tile(entries, groups, scale, &s)) return s;
   s.sum = 0.0;
-  s.fine = tile_max(entries, groups, &s.max, group_max);
+  s.valid = tile_max(entries, groups, &s.max, group_max);
   s.reference = s.max;
-  if (is_plain(task) && s.fine && s.max > -INFINITY) {
+  if (is_plain(task) && s.valid && s.max > -INFINITY) {
     const float threshold = support_threshold(-INFINITY, s.max, scale);
     s.sum = tile_weight_sum(entries, groups, ExpWeight(s.max, scale, threshold));
   }
@@ -140,15 +140,15 @@ TileSummary scan_logits(const LawTask& task, int64_t tile, float* group_max) {
 
 TileSummary scan_probabilities(const LawTask& task, int64_t tile) {
   return with_entries(task.row, tile, [&](const auto& entries, int64_t groups) {
-    VecI fine = (VecI)(VecF{} == VecF{});
+    VecI valid = (VecI)(VecF{} == VecF{});
     TileSummary s{0.0f, 0.0f, true, 0.0, 0.0};
     s.sum = accumulate_pairs(groups, [&](int64_t i) {
       const VecPair v = entries(i);
-      fine &= (VecI)(v.first >= 0.0f) & (VecI)(v.first <= FLT_MAX);
-      fine &= (VecI)(v.second >= 0.0f) & (VecI)(v.second <= FLT_MAX);
+      valid &= (VecI)(v.first >= 0.0f) & (VecI)(v.first <= FLT_MAX);
+      valid &= (VecI)(v.second >= 0.0f) & (VecI)(v.second <= FLT_MAX);
       return v;
     });
-    s.fine = all_lanes(fine);
+    s.valid = all_lanes(valid);
     return s;
   });
 }
@@ -167,10 +167,10 @@ int64_t find_first(const Row& row, int64_t tile, float value) {
 void combine_tiles(LawTask* task, const TileSummary* tiles) {
   RowLaw& law = task->law;
   const int64_t n = num_tiles(task->row.vocab);
-  bool fine = true;
+  bool valid = true;
   float max = -INFINITY;
   for (int64_t t = 0; t < n; ++t) {
-    fine &= tiles[t].fine;
+    valid &= tiles[t].valid;
     max = tiles[t].max > max ? tiles[t].max : max;
   }
   law = RowLaw{};
@@ -178,10 +178,10 @@ void combine_tiles(LawTask* task, const TileSummary* tiles) {
   law.max = max;
   if (law.linear) {
     for (int64_t t = 0; t < n; ++t) law.z += tiles[t].sum;
-    law.valid = fine && law.z > 0.0;
+    law.valid = valid && law.z > 0.0;
     return;
   }
-  law.valid = fine && max > -INFINITY;
+  law.valid = valid && max > -INFINITY;
   if (!law.valid) return;
   for (int64_t t = 0; t < n && task->want.kind == Extra::kRank; ++t) task->extra += tiles[t].extra;
   law.point_mass = is_greedy(task->filters);

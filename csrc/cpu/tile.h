@@ -206,14 +206,14 @@ inline double accumulate(int64_t groups, const Step& step) {
 template <typename Entries>
 inline bool tile_max(const Entries& entries, int64_t groups, float* max, float* group_max) {
   VecF tile = splat(-INFINITY);
-  VecI fine = (VecI)(tile == tile);
+  VecI valid = (VecI)(tile == tile);
   for (int64_t g = 0; g < groups; ++g) {
     VecF best[kAccumulators];
     for (int a = 0; a < kAccumulators; ++a) best[a] = splat(-INFINITY);
     for (int i = 0; i < kGroup; i += kAccumulators * kLanes) {
       for (int a = 0; a < kAccumulators; a += 2) {
         const VecPair v = entries(g * kGroup + i + a * kLanes);
-        fine &= (VecI)(v.first <= FLT_MAX) & (VecI)(v.second <= FLT_MAX);
+        valid &= (VecI)(v.first <= FLT_MAX) & (VecI)(v.second <= FLT_MAX);
         best[a] = max_of(v.first, best[a]);
         best[a + 1] = max_of(v.second, best[a + 1]);
       }
@@ -223,7 +223,7 @@ inline bool tile_max(const Entries& entries, int64_t groups, float* max, float* 
     tile = max_of(group, tile);
   }
   *max = max_lanes(tile);
-  return all_lanes(fine);
+  return all_lanes(valid);
 }
 
 // Weights exp(scale * (x - reference)) of entries >= threshold (see support_threshold), else 0.

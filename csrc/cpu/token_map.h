@@ -7,7 +7,7 @@
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
 
-// Fills in the arrays of a map, as long as it lives. `with_entries`: the way back from tokens too,
+// Fills in the arrays of a map, as long as it lives. `with_entries`: the inverse, from tokens, too,
 // for which ids may not repeat.
 class MapStorage {
  public:

@@ -8,7 +8,7 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-// The chain of one request while its nodes are judged.
+// The chain of one request while its nodes are decided.
 struct Chain {
   LawTask* targets;  // [gamma + 1]
   LawTask* drafts;   // [gamma]

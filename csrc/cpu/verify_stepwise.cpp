@@ -15,11 +15,11 @@ struct Step {
   LawTask* drafts;
 };
 
-Step step_tasks(const VerifyParams& p, const Request* requests, const int64_t* walkers, int64_t n,
+Step step_tasks(const VerifyParams& p, const Request* requests, const int64_t* active, int64_t n,
                 int64_t i, LawTask* tasks) {
   const Step step{tasks, tasks + n};
   for (int64_t k = 0; k < n; ++k) {
-    const Request& r = requests[walkers[k]];
+    const Request& r = requests[active[k]];
     LawTask& target = step.targets[k];
     target = LawTask(target_row(p, r.b, i), r.target_filters);
     if (target.row.data != nullptr) target.want = extra_task(p, r, i, target.row);
@@ -29,13 +29,13 @@ Step step_tasks(const VerifyParams& p, const Request* requests, const int64_t* w
   return step;
 }
 
-// Coupled: who wins at row i of each walker.
+// Coupled: who wins at row i of each active request.
 void find_winners(const VerifyParams& p, const ThreadPool& pool, const Request* requests,
-                  const int64_t* walkers, int64_t n, int64_t i, LawTask* targets) {
+                  const int64_t* active, int64_t n, int64_t i, LawTask* targets) {
   Buffer<RaceTask> races(n);
   for (int64_t k = 0; k < n; ++k) {
-    const bool active = targets[k].want.kind == Extra::kWinner && targets[k].law.valid;
-    races[k] = RaceTask(targets[k], race_of(p.randomness, requests[walkers[k]].b, i), active);
+    const bool has_race = targets[k].want.kind == Extra::kWinner && targets[k].law.valid;
+    races[k] = RaceTask(targets[k], race_of(p.randomness, requests[active[k]].b, i), has_race);
   }
   run_races(pool, races.data(), n);
   for (int64_t k = 0; k < n; ++k) targets[k].extra = static_cast<double>(races[k].winner);
@@ -44,26 +44,26 @@ void find_winners(const VerifyParams& p, const ThreadPool& pool, const Request* 
 }  // namespace
 
 void verify_stepwise(const VerifyParams& p, const ThreadPool& pool, Request* requests, int64_t n) {
-  Buffer<Walk> walks(n);
-  Buffer<int64_t> walkers(n);
+  Buffer<Progress> progress(n);
+  Buffer<int64_t> active(n);
   Buffer<LawTask> tasks(2 * n);
-  for (int64_t k = 0; k < n; ++k) walks[k] = Walk{};
+  for (int64_t k = 0; k < n; ++k) progress[k] = Progress{};
   for (int64_t i = 0; i <= p.gamma; ++i) {
-    int64_t walking = 0;
+    int64_t num_active = 0;
     for (int64_t k = 0; k < n; ++k) {
-      if (walks[k].walking) walkers[walking++] = k;
+      if (progress[k].active) active[num_active++] = k;
     }
-    if (walking == 0) break;
-    const Step step = step_tasks(p, requests, walkers.data(), walking, i, tasks.data());
-    compute_laws(pool, tasks.data(), 2 * walking);
+    if (num_active == 0) break;
+    const Step step = step_tasks(p, requests, active.data(), num_active, i, tasks.data());
+    compute_laws(pool, tasks.data(), 2 * num_active);
     if (runs_races(p.rule)) {
-      find_winners(p, pool, requests, walkers.data(), walking, i, step.targets);
+      find_winners(p, pool, requests, active.data(), num_active, i, step.targets);
     }
-    for (int64_t k = 0; k < walking; ++k) {
-      Request& r = requests[walkers[k]];
+    for (int64_t k = 0; k < num_active; ++k) {
+      Request& r = requests[active[k]];
       const NodeFacts facts =
           node_facts(p, r, i, step.targets[k], step.drafts[k], step.targets[k].extra);
-      visit(p, &r, &walks[walkers[k]], i, facts, step.targets[k], step.drafts[k], true);
+      visit(p, &r, &progress[active[k]], i, facts, step.targets[k], step.drafts[k], true);
     }
   }
 }

@@ -3,8 +3,9 @@
 // Traversal. Grid: all rows of a slice of requests at once over threads, then wave after wave of
 // the sums that nodes wait for; a node's children go on while it waits. Reads every row once for
 // its law, and the rows of a node once more for each child that was drawn (none for the last one
-// where nothing can be lost). Walks (all other rules). Grid: step by step, a node of every request;
-// only rows on the way are read. Scratch is O(rows of a slice x tiles). Numerics: as verify.cpp.
+// where nothing can be lost). Stepwise (all other rules). Grid: step by step, a node of every
+// request; only rows on the path are read. Scratch is O(rows of a slice x tiles). Numerics: as
+// verify.cpp.
 #include "../core/tree.h"
 #include "draw.h"
 #include "kernels.h"
@@ -15,7 +16,7 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-// One request while its tree is judged. Laws and visits are those of its nodes.
+// One request while its tree is verified. Laws and visits are those of its nodes.
 struct Job {
   Request request;
   Tree tree;
@@ -170,13 +171,13 @@ void traverse(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
   for (int64_t k = 0; k < n; ++k) {
     Job& job = slice->jobs[k];
     for (int64_t v = 1; v < job.tree.count; ++v) {
-      if (accepts_node(p, job.request, job.tree, v)) mark_way(p, job.tree, v);
+      if (accepts_node(p, job.request, job.tree, v)) mark_path(p, job.tree, v);
     }
     job.winner = find_winner(job.tree);
   }
 }
 
-// ---- walks ---
+// ---- stepwise rules ---
 
 // Coupled: the tokens that the target emits at the nodes where the jobs stand.
 void find_winners(const VerifyTreeParams& p, const ThreadPool& pool, const Slice& slice,
@@ -210,7 +211,7 @@ void arrive(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice, con
   }
 }
 
-void walk(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
+void descend(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
   const int64_t n = slice->count;
   Buffer<Place> arriving(n);
   Buffer<int64_t> active(n);
@@ -241,7 +242,7 @@ void walk(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
     num_active = still;
     find_sums(pool, *slice, waiting.data(), num_waiting);
   }
-  for (int64_t k = 0; k < n; ++k) mark_way(p, slice->jobs[k].tree, slice->jobs[k].winner);
+  for (int64_t k = 0; k < n; ++k) mark_path(p, slice->jobs[k].tree, slice->jobs[k].winner);
 }
 
 // ---- outputs ---
@@ -272,7 +273,7 @@ void verify_slice(const VerifyTreeParams& p, const ThreadPool& pool, int64_t beg
   if (p.rule == Rule::kTraversal) {
     traverse(p, pool, &slice);
   } else {
-    walk(p, pool, &slice);
+    descend(p, pool, &slice);
   }
   Buffer<DrawTask> draws(n);
   for (int64_t k = 0; k < n; ++k) {

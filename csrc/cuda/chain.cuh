@@ -75,11 +75,11 @@ __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared)
       r.status |= kInvalidDraftToken;
     }
     if (!r.greedy) {
-      bool fine = is_uniform_fine(p.randomness, b, p.gamma);
+      bool in_range = is_uniform_in_range(p.randomness, b, p.gamma);
       for (int64_t slot = lane; slot < r.drafted; slot += kWarp) {
-        fine &= is_uniform_fine(p.randomness, b, slot);
+        in_range &= is_uniform_in_range(p.randomness, b, slot);
       }
-      if (warp_min(static_cast<int32_t>(fine)) == 0) r.status |= kParameterOutOfRange;
+      if (warp_min(static_cast<int32_t>(in_range)) == 0) r.status |= kParameterOutOfRange;
     }
     take_final_uniform(p, &r);
     if (lane == 0) *shared = r;

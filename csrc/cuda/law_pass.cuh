@@ -18,7 +18,7 @@ namespace cuda {
 struct TileSummary {
   float max;
   int32_t argmax;  // lowest index within the tile, where asked for
-  uint32_t fine;   // no NaN, no +inf, no negative probability
+  uint32_t valid;  // no NaN, no +inf, no negative probability
   double sum;      // of weights against the tile's own maximum, where asked for
   double extra;    // rank, or sum of weight * log2(weight)
 };
@@ -27,7 +27,7 @@ struct TileSummary {
 struct WarpSummary {
   float max;
   int32_t argmax;
-  uint32_t fine;
+  uint32_t valid;
   float sum;
   float extra;
 };
@@ -96,14 +96,14 @@ __device__ __forceinline__ void write_group_max(float max, int step, float* grou
 
 __device__ __forceinline__ void scan_probabilities(const float* x, WarpSummary* s) {
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  bool fine = true;
+  bool valid = true;
 #pragma unroll
   for (int j = 0; j < kPerThread; ++j) {
-    fine = fine && x[j] >= 0.0f && x[j] <= FLT_MAX;
+    valid = valid && x[j] >= 0.0f && x[j] <= FLT_MAX;
     sums[j % 4] += x[j];
   }
   s->sum = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  s->fine = __all_sync(kAllLanes, fine);
+  s->valid = __all_sync(kAllLanes, valid);
 }
 
 // Weights against the warp's maximum. A NaN or +inf makes the sum NaN.
@@ -127,14 +127,14 @@ __device__ __forceinline__ void sum_weights(const ScanTask& task, const float* x
     }
   }
   s->sum = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  s->fine = s->max <= FLT_MAX && s->sum <= FLT_MAX;
+  s->valid = s->max <= FLT_MAX && s->sum <= FLT_MAX;
 }
 
-__device__ __forceinline__ bool all_fine(const float* x) {
-  bool fine = true;
+__device__ __forceinline__ bool all_valid(const float* x) {
+  bool valid = true;
 #pragma unroll
-  for (int j = 0; j < kPerThread; ++j) fine = fine && x[j] <= FLT_MAX;
-  return __all_sync(kAllLanes, fine);
+  for (int j = 0; j < kPerThread; ++j) valid = valid && x[j] <= FLT_MAX;
+  return __all_sync(kAllLanes, valid);
 }
 
 // The lowest index in the tile of an entry equal to `value`, which one of the warp's is.
@@ -174,7 +174,7 @@ __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const flo
   if (task.looks_for(kSum)) {
     sum_weights(task, x, &s);
   } else {
-    s.fine = all_fine(x);
+    s.valid = all_valid(x);
   }
   if (task.looks_for(kArgmax)) s.argmax = find_first(x, s.max);
   if (task.looks_for(kRank)) s.extra = count_above(x, task.logit);
@@ -187,7 +187,7 @@ __device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
   const bool linear = task.looks_for(kLinear);
   TileSummary s{linear ? 0.0f : -INFINITY, 0, 1, 0.0, 0.0};
   for (int w = 0; w < kWarps; ++w) {
-    s.fine &= warps[w].fine;
+    s.valid &= warps[w].valid;
     if (warps[w].max > s.max) {
       s.max = warps[w].max;
       s.argmax = warps[w].argmax;
@@ -310,15 +310,15 @@ __device__ inline RowLaw combine_tiles(const Row& row, const Filters& filters, b
   *extra_value = 0.0;
   if (row.data == nullptr) return law;
   const int64_t n = num_tiles(row.vocab);
-  uint32_t fine = 1;
+  uint32_t valid = 1;
   float max = -INFINITY;
   for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) {
-    fine &= tiles[t].fine;
+    valid &= tiles[t].valid;
     max = fmaxf(max, tiles[t].max);
   }
   law.linear = row.linear;
   law.max = warp_max(max);
-  law.valid = __all_sync(kAllLanes, fine) && law.max > -INFINITY;
+  law.valid = __all_sync(kAllLanes, valid) && law.max > -INFINITY;
   law.point_mass = law.valid && !row.linear && is_greedy(filters);
   if (!law.valid) return law;
   if (extra.kind == Extra::kRank) *extra_value = count_in_row(tiles, n);

@@ -1,7 +1,7 @@
 // Scratch memory of a reduced draft vocabulary's map, checked while it is turned round.
 //
 // Launches: clear_map, a thread a token, then fill_map, a thread an entry; only where there is a
-// map. Reads 4 or 8 bytes an id; writes 4 bytes an entry and, for the way back, 8 bytes a token.
+// map. Reads 4 or 8 bytes an id; writes 4 bytes an entry and, for the inverse, 8 bytes a token.
 #pragma once
 
 #include "../core/rows.h"
@@ -23,7 +23,7 @@ struct MapReservation {
 // The arrays of a TokenMap while they are written.
 struct MapArrays {
   int32_t* tokens;
-  int32_t* entries;  // null: no way back is asked for, and ids may repeat
+  int32_t* entries;  // null: no inverse is asked for, and ids may repeat
   int32_t* broken;
 };
 
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) fill_map(const TokenMap map, const M
   if (!known || repeated) *arrays.broken = 1;  // by any number of threads: they agree
 }
 
-// `with_entries`: the way back from tokens too, for which ids may not repeat.
+// `with_entries`: the inverse, from tokens, too, for which ids may not repeat.
 MapReservation reserve_map(Workspace* workspace, const TokenMap& map, bool with_entries = true) {
   const bool given = map.ids.data != nullptr;
   return {workspace->reserve<int32_t>(given ? map.num_entries : 0),

@@ -118,9 +118,9 @@ __device__ int64_t load_nodes(const VerifyTreeParams& p, int64_t b, NodesAsGiven
   return load_tree(p, b, given->parents);
 }
 
-// link_children and has_fine_kinds of core/tree.h: each thread looks at all nodes for its own.
+// link_children and has_valid_kinds of core/tree.h: each thread looks at all nodes for its own.
 __device__ bool link_nodes(const NodesAsGiven& given, const Tree& tree) {
-  bool fine = true;
+  bool valid = true;
   for (int v = static_cast<int>(threadIdx.x); v < tree.count; v += kThreads) {
     int first_child = -1, next_sibling = -1, first_slot = 0;
     for (int c = 1; c < tree.count; ++c) {
@@ -129,13 +129,13 @@ __device__ bool link_nodes(const NodesAsGiven& given, const Tree& tree) {
       if (parent == v && first_child < 0) first_child = c;
       if (c <= v || parent != given.parents[v]) continue;
       if (next_sibling < 0) next_sibling = c;
-      fine = fine && !kinds_clash(given.kinds[v], given.kinds[c]);
+      valid = valid && !kinds_clash(given.kinds[v], given.kinds[c]);
     }
     tree.first_child[v] = first_child;
     tree.next_sibling[v] = next_sibling;
     tree.first_slot[v] = first_slot;
   }
-  return block_all(fine);
+  return block_all(valid);
 }
 
 // find_reachable of core/tree.h: each thread climbs from its nodes to the root. Collective over the
@@ -143,7 +143,7 @@ __device__ bool link_nodes(const NodesAsGiven& given, const Tree& tree) {
 __device__ void reach_nodes(const VerifyTreeParams& p, const NodesAsGiven& given, const Tree& tree,
                             Request* r) {
   bool invalid = false;
-  bool fine = r->greedy || is_uniform_fine(p.randomness, r->b, p.nodes - 1);
+  bool in_range = r->greedy || is_uniform_in_range(p.randomness, r->b, p.nodes - 1);
   for (int v = static_cast<int>(threadIdx.x); v < tree.count; v += kThreads) {
     bool above = true;
     for (int u = given.parents[v]; u > 0; u = given.parents[u]) {
@@ -154,10 +154,10 @@ __device__ void reach_nodes(const VerifyTreeParams& p, const NodesAsGiven& given
     const bool reachable = above && state == ColumnState::kUsable;
     clear_node(tree, v, reachable);
     if (v > 0 && reachable)
-      fine = fine && (r->greedy || is_uniform_fine(p.randomness, r->b, v - 1));
+      in_range = in_range && (r->greedy || is_uniform_in_range(p.randomness, r->b, v - 1));
   }
   if (block_any(invalid)) r->status |= kInvalidDraftToken;
-  if (!block_all(fine)) r->status |= kParameterOutOfRange;
+  if (!block_all(in_range)) r->status |= kParameterOutOfRange;
 }
 
 // Which draft rows are asked for. Collective over the block.

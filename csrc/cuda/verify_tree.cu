@@ -5,7 +5,7 @@
 //   scan    a block takes some tiles of one target or draft row (law_pass.cuh)
 //   finish  a block a row: the rows' laws, cutoffs included (cutoff.cuh)
 //   race    (coupled rule) a block takes some tiles of a target row; a row's last block compares
-//   judge   the recursion: blocks take sums over the vocabulary from a queue (work_queue.cuh); the
+//   visit   the recursion: blocks take sums over the vocabulary from a queue (work_queue.cuh); the
 //           last block at a sum takes the request on until it waits for other sums, and the last
 //           one at a request, which waits for none, closes it
 //   draw    (but for the coupled rule) integer sums of the final law; a request's last block
@@ -22,9 +22,9 @@
 //
 // Reads 2 or 4 bytes per entry of each row that is asked for, again both rows of a node for each
 // sum, and the final law's rows twice; and what masks and reduced vocabularies cost (tile.cuh).
-// Unlike the CPU's, walks (all rules but traversal) read the rows off their way too: waiting for a
-// decision would leave the chip idle. Writes O(rows x tiles). Numerics: as verify.cu; sums in tile
-// order, so that it does not matter which block does what, or when.
+// Unlike the CPU's, stepwise rules (all but traversal) read the rows off their path too: waiting
+// for a decision would leave the chip idle. Writes O(rows x tiles). Numerics: as verify.cu; sums in
+// tile order, so that it does not matter which block does what, or when.
 #include "kernels.h"
 #include "token_map.cuh"
 #include "tree.cuh"
@@ -82,14 +82,14 @@ __device__ bool add_piece(const VerifyTreeParams& p, const TreeScratch& s, const
   return true;
 }
 
-// Takes a walk on from a node until it waits, or ends and has its winner.
-__device__ void walk_on(const VerifyTreeParams& p, Request* r, const Tree& tree, Nodes* nodes,
+// Takes a request down from a node until it waits, or ends and has its winner: a stepwise rule.
+__device__ void descend(const VerifyTreeParams& p, Request* r, const Tree& tree, Nodes* nodes,
                         int64_t v) {
   for (;;) {
     NodeVisit visit = nodes->visits[v];
     const Pending pending = advance(p, r, tree, true, nodes->target(v), nodes->draft(v), &visit);
     nodes->visits[v] = visit;
-    if (pending == Pending::kNothing) return mark_way(p, tree, v);
+    if (pending == Pending::kNothing) return mark_path(p, tree, v);
     if (pending != Pending::kDescend) return nodes->wait(v, pending);
     v = visit.child;
     nodes->begin(*r, tree, v);
@@ -111,7 +111,7 @@ __attribute__((noinline)) __device__ bool take_on(const VerifyTreeParams& p, con
   if (p.rule == Rule::kTraversal) {
     flow_down(p, &r, tree, &nodes, work.node);
   } else {
-    walk_on(p, &r, tree, &nodes, work.node);
+    descend(p, &r, tree, &nodes, work.node);
   }
   atomicOr(&s.requests[work.request].status, r.status);
   __threadfence();
@@ -144,7 +144,7 @@ __device__ void end_request(const VerifyTreeParams& p, const TreeScratch& s, int
   const Tree& tree = s.trees[b];
   if (p.rule == Rule::kTraversal) {
     for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
-      if (accepts_node(p, s.requests[b], tree, v)) mark_way(p, tree, v);
+      if (accepts_node(p, s.requests[b], tree, v)) mark_path(p, tree, v);
     }
   }
   write_nodes(p, tree, threadIdx.x, kThreads);
@@ -153,7 +153,7 @@ __device__ void end_request(const VerifyTreeParams& p, const TreeScratch& s, int
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
-    judge_trees(const __grid_constant__ VerifyTreeParams p, const __grid_constant__ TreeScratch s) {
+    visit_trees(const __grid_constant__ VerifyTreeParams p, const __grid_constant__ TreeScratch s) {
   // take_on and close_request are calls: what one thread does shall not take registers from the
   // sums. Hence __grid_constant__: the parameters' addresses are taken.
   __shared__ bool ends;
@@ -260,8 +260,8 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
 
 // As many as can have something to do at once, and no more than about a chip holds: whoever came
 // later would find that all is done.
-int64_t judges(const VerifyTreeParams& p, const WorkQueue& queue) {
-  constexpr int64_t kVisitsAtOnce = 4;  // of a request, at a guess; one under a walk
+int64_t visiting_blocks(const VerifyTreeParams& p, const WorkQueue& queue) {
+  constexpr int64_t kVisitsAtOnce = 4;  // of a request, at a guess; one under a stepwise rule
   const int64_t visits = p.rule == Rule::kTraversal ? kVisitsAtOnce : 1;
   const int64_t blocks = p.batch * queue.splits * visits;
   return blocks < kChipBlocks / 4 ? blocks : kChipBlocks / 4;
@@ -292,7 +292,7 @@ void verify_tree(const VerifyTreeParams& given, const Gpu& gpu) {
     const int64_t nodes = p.batch * p.nodes, splits = splits_for(nodes, s.tiles);
     launch(gpu, "race_nodes", race_nodes, nodes * splits, p, s, splits);
   }
-  launch(gpu, "judge_trees", judge_trees, judges(p, s.queue), p, s);
+  launch(gpu, "visit_trees", visit_trees, visiting_blocks(p, s.queue), p, s);
   if (s.winners == nullptr) {
     const int64_t splits = splits_for(p.batch, s.tiles);
     const auto kernel = p.map.ids.data != nullptr ? draw_token<true> : draw_token<false>;

@@ -390,7 +390,7 @@ def test_values_of_the_switch():
 # A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh, tree.cuh).
 ONLY_ON_THE_HOST = {
     *("open_request", "radix_descend", "tile_groups", "tree_size"),
-    *("open_tree", "link_children", "has_fine_kinds", "find_reachable"),
+    *("open_tree", "link_children", "has_valid_kinds", "find_reachable"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Inside a hierarchy: gamma policies and what they hear, stacks and what they take back."""
+"""Inside a hierarchy: gamma policies and what they are told, stacks and what they take back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POLICIES = {
     "gradient": lambda: GradientAscent(c=0.1, gamma=1, limit=3),
     "moving": lambda: ConfidenceStop(3, MovingThreshold(0.5, epsilon=1.0)),
 }
-#: These hear more than a request of its own.
+#: These are told of more than a request of its own.
 OTHERS = {"nosy": Nosy, "renewal": lambda: RenewalRule(limit=3, c=0.3, probe=3)}
 
 
@@ -123,11 +123,11 @@ def test_tokens_are_those_of_plain_decoding(name, rule):
 
 
 class Recorded(HeuristicGamma):
-    """Keeps what it hears; asked, it always goes on."""
+    """Keeps what it is told; asked, it always goes on."""
 
     def start(self, batch):
         super().start(batch)
-        self.heard, self.asked = [], []
+        self.noted, self.asked = [], []
         self.go_on = self._goes_on
 
     def _goes_on(self, tokens, logits):
@@ -136,10 +136,10 @@ class Recorded(HeuristicGamma):
 
     def commit(self, drafted, accepted):
         super().commit(drafted, accepted)
-        self.heard.append((list(drafted), list(accepted)))
+        self.noted.append((list(drafted), list(accepted)))
 
 
-def test_what_a_policy_hears_by_hand():
+def test_what_a_policy_is_told_by_hand():
     """Equal models accept everything, so that every number follows from the lengths."""
     target, _ = tables(5)
     policy = Recorded(1, limit=4)
@@ -147,7 +147,7 @@ def test_what_a_policy_hears_by_hand():
         target, HierarchicalDrafter(target, target, policy), torch.tensor([[1, 2], [3, 4]]),
         max_new_tokens=[20, 5], gamma=8, temperature=1.0, seeds=3, eos_token_id=(),
     )  # fmt: skip
-    assert policy.heard == [
+    assert policy.noted == [
         ([1, 1], [1, 1]),  # bursts of 1 + 1
         ([3, 2], [3, 2]),  # 3 after 1; the second request has room for 4 tokens, and has 2
         ([4, 0], [4, 0]),  # 3 + 2 over the limit of 4; the second request has its tokens
@@ -167,7 +167,7 @@ def test_refill_is_one_round_of_the_policy():
         target, drafter, torch.tensor([[1, 2]]), max_new_tokens=18, gamma=5, temperature=1.0,
         seeds=3, eos_token_id=(),
     )  # fmt: skip
-    assert policy.heard == [([n], [n]) for n in (1, 3, 4)]
+    assert policy.noted == [([n], [n]) for n in (1, 3, 4)]
     assert drafter.calls_by_level == [4 + 2 + 1, 1 + 3 + 4]
 
 
@@ -182,7 +182,7 @@ def test_a_policy_that_drafts_nothing_leaves_the_medium_model_alone(models):
 
 
 def test_drafts_that_end_early_and_drafters_that_are_not_asked():
-    """Lookups propose nothing at times: heard as 0 of 0; n-gram models do not ask."""
+    """Lookups propose nothing at times: told as 0 of 0; n-gram models do not ask."""
     target, medium = tables(5)
     for draft in (LookupDrafter(min_match=3), NgramDrafter(5)):
         policy = Recorded(2, limit=3)
@@ -190,8 +190,8 @@ def test_drafts_that_end_early_and_drafters_that_are_not_asked():
             target, HierarchicalDrafter(medium, draft, policy), torch.tensor([[1, 2]]),
             max_new_tokens=40, gamma=4, temperature=1.0, seeds=3, eos_token_id=(),
         )  # fmt: skip
-        drafted = [heard[0][0] for heard in policy.heard]
-        accepted = [heard[1][0] for heard in policy.heard]
+        drafted = [noted[0][0] for noted in policy.noted]
+        accepted = [noted[1][0] for noted in policy.noted]
         assert (0 in drafted) == isinstance(draft, LookupDrafter) and max(drafted) > 1
         assert all(0 <= a <= d for a, d in zip(accepted, drafted, strict=True)) and not policy.asked
 

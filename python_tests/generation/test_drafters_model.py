@@ -99,12 +99,12 @@ class Stopping(HierarchicalDrafter):
     """Ends its draft behind a 1, or behind an unlikely token."""
 
     def propose(self, gamma, positions, go_on=None):
-        def is_fine(tokens, logits):
+        def may_go_on(tokens, logits):
             self.asked += 1
             return (tokens != 1) & (logits.softmax(-1).amax(-1) > 0.4)
 
         self.asked = 0
-        draft = super().propose(gamma, positions, is_fine)
+        draft = super().propose(gamma, positions, may_go_on)
         ended = (draft.tokens < 0).long().cumsum(1) > 0
         assert self.asked == max(draft.tokens.shape[1] - 1, 0) or draft.tokens.shape[1] == gamma - 1
         assert torch.equal(draft.tokens < 0, ended)
@@ -321,8 +321,8 @@ def test_a_hierarchy_hears_of_rounds_in_which_others_drafted(kind):
     )
     assert torch.equal(found, truth)
     assert statistics.accepted_of_tested == 1.0
-    # Two bursts of 2 + 1 tokens a round (28), and 6 calls to take in what was heard unevenly; 39
-    # where the level below has not heard.
+    # Two bursts of 2 + 1 tokens a round (28), and 6 calls to take in what was told unevenly; 39
+    # where the level below was not told.
     assert hierarchy.calls_by_level[0] <= 2.5 * statistics.rounds
     assert 0 < first.used < statistics.request_calls
 

@@ -361,7 +361,7 @@ class WatchedStack(StackedDrafter):
 def test_a_stacked_model_knows_all_that_was_emitted(batch, continued):
     """The target drafts for itself under a lookup: of its own tokens none is ever rejected.
 
-    The table model gives NaN for any slip of the cache: a token that was not heard, or one left.
+    The table model gives NaN for any slip of the cache: a token that was not taken in, or one left.
     """
     target, _ = tables(8, scale=2.5)
     ids = torch.randint(0, 8, (batch, 6), generator=torch.Generator().manual_seed(batch))

@@ -298,7 +298,7 @@ def test_slots_behind_the_end_of_a_table(monkeypatch, name, more):
     said = []
     tell = ToldPositions.tell
 
-    def heard(self, tokens, positions, slots):
+    def recorded(self, tokens, positions, slots):
         said.append((slots, int(positions.max())))
         tell(self, tokens, positions, slots)
 
@@ -310,7 +310,7 @@ def test_slots_behind_the_end_of_a_table(monkeypatch, name, more):
         found = specdec_ext.generate(
             *wrapped, ids, attention_mask=mask, max_new_tokens=limits, gamma=5, **options
         ).sequences
-        monkeypatch.setattr(ToldPositions, "tell", heard)
+        monkeypatch.setattr(ToldPositions, "tell", recorded)
     assert max(slots for slots, _ in said) > places + more > max(place for _, place in said)
     for b, prompt in enumerate(PROMPTS):
         row = encoded(target, **{key: value[b : b + 1] for key, value in inputs.items()})

@@ -63,7 +63,7 @@ def case(family: str) -> modes.Case:
 
 @functools.cache
 def cell(family: str, mode: str) -> modes.Cell:
-    return modes.judge(mode, case(family))
+    return modes.classify(mode, case(family))
 
 
 @pytest.mark.parametrize(("family", "mode"), CELLS, ids=[f"{f}, {m}" for f, m in CELLS])
@@ -139,7 +139,7 @@ def altered(monkeypatch):
 
 
 def test_another_text_is_found(altered):
-    found = modes.judge("chain ragged", case("llama"))
+    found = modes.classify("chain ragged", case("llama"))
     assert found.verdict == modes.WRONG and found.detail.startswith("row 2, token 2")
 
 
@@ -149,7 +149,7 @@ def test_a_tie_excuses_its_own_place_only(altered):
 
     def verdict(gaps):
         batches = {**known.batches, "ragged": ragged._replace(gaps=gaps)}
-        return modes.judge("plain ragged", known._replace(batches=batches)).verdict
+        return modes.classify("plain ragged", known._replace(batches=batches)).verdict
 
     elsewhere = [[0.0] * NEW, [0.0] * NEW, [0.0, 0.0, 0.5, *[0.0] * (NEW - 3)]]
     assert verdict(elsewhere) == modes.WRONG
@@ -161,7 +161,7 @@ def test_an_error_that_is_no_refusal_is_a_crash(monkeypatch):
         raise RuntimeError("sizes do not match")
 
     monkeypatch.setattr(modes.specdec_ext, "generate", fail)
-    assert modes.judge("plain 1", case("llama")).verdict == modes.CRASH
+    assert modes.classify("plain 1", case("llama")).verdict == modes.CRASH
 
 
 def test_errors_of_other_libraries_are_crashes(monkeypatch):
@@ -171,7 +171,7 @@ def test_errors_of_other_libraries_are_crashes(monkeypatch):
         return dict(zip("ab", [1], strict=True))
 
     monkeypatch.setattr(modes.specdec_ext, "generate", fail)
-    found = modes.judge("plain 1", case("llama"))
+    found = modes.classify("plain 1", case("llama"))
     assert found.verdict == modes.CRASH and "ValueError" in found.detail
 
 

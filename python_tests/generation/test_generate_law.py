@@ -159,10 +159,10 @@ class StoppingDrafter(ModelDrafter):
     """Ends its draft behind an odd token, or behind an unlikely one."""
 
     def propose(self, gamma, positions, go_on=None):
-        def is_fine(tokens, logits):
+        def may_go_on(tokens, logits):
             return (tokens % 2 == 0) & (logits.softmax(-1).amax(-1) > 0.3)
 
-        return super().propose(gamma, positions, is_fine)
+        return super().propose(gamma, positions, may_go_on)
 
 
 class DroppingDrafter(ModelDrafter):

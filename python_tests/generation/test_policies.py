@@ -237,28 +237,28 @@ def test_joint_law(name):
 
 
 class Nosy:
-    """Its lengths go by all that it has heard, its stops by tokens: odd ones end the draft."""
+    """Its lengths go by all that it was told, its stops by tokens: odd ones end the draft."""
 
     limit = 3
 
     def start(self, batch):
-        self.heard = [0] * batch
+        self.told = [0] * batch
         self.seen = torch.zeros(batch, dtype=torch.int64)
 
     def lengths(self):
         """Tokens that were rejected, or never tested, count in the next round's length."""
-        heard = zip(self.heard, self.seen.tolist(), strict=True)
-        return [1 + (a + s) % 3 for a, s in heard]
+        told = zip(self.told, self.seen.tolist(), strict=True)
+        return [1 + (a + s) % 3 for a, s in told]
 
     def go_on(self, tokens, logits):
         self.seen = self.seen + tokens.clamp(min=0)
         return tokens % 2 == 0
 
     def commit(self, drafted, accepted):
-        self.heard = [2 * a + d for a, d in zip(accepted, drafted, strict=True)]
+        self.told = [2 * a + d for a, d in zip(accepted, drafted, strict=True)]
 
     def select(self, indices):
-        self.heard = [self.heard[b] for b in indices]
+        self.told = [self.told[b] for b in indices]
         self.seen = self.seen[torch.tensor(indices)]
 
 

@@ -346,7 +346,7 @@ def test_extreme_noise_decides_at_its_true_size(backend, position, wins):
     drawn = backend.sample(logits, seeds=ints(0), positions=ints(position), domain=3)
     assert drawn.tokens.tolist() == [0 if wins else 1]
 
-    # The control: a lattice of 2^-24 misjudges one side, of floor or middle points alike.
+    # The control: a lattice of 2^-24 is wrong on one side, of floor or middle points alike.
     def rounded(e, offset):
         return -math.log1p(
             -min((math.floor(-math.expm1(-e) * 2**24) + offset) * 2.0**-24, 1 - 2.0**-25)

@@ -127,7 +127,7 @@ FAULTS = {
     "a node far behind": ([3, 2**62], 2, 3, STATUS_INVALID_TREE),
     "no room behind the root": ([1, 2], 1, L, STATUS_INVALID_TREE),
 }
-FINE = {
+VALID = {
     "the last place": ([3, L - 4], 2, 3),
     "nothing accepted, nothing read": ([-9, 2**62], 0, 3),
     "nothing accepted, at the end": ([1, 2], 0, L),
@@ -135,9 +135,9 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize("case", [*FAULTS, *FINE])
+@pytest.mark.parametrize("case", [*FAULTS, *VALID])
 def test_status(backend, case):
-    path, accepted, start, status = (*FINE[case], 0) if case in FINE else FAULTS[case]
+    path, accepted, start, status = (*VALID[case], 0) if case in VALID else FAULTS[case]
     keys, values = (numbered((2, 3, L, 2, 3), torch.float32, first) for first in (1, 2))
     expected = [keys.clone(), values.clone()]
     paths = torch.tensor([[2, 4], path, [1, 5]])

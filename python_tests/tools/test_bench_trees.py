@@ -39,9 +39,9 @@ def context():
 def test_expected_numbers_are_means_over_coins(context, tree):
     draft = context.draft(tree, coupled=False)
     before = context.target.slots
-    logits = context.judge(draft)
+    logits = context.score(draft)
     assert context.target.slots == before
-    rules = ("traversal",) if isinstance(tree, GrownTree) else ("traversal", *bench.WALKS)
+    rules = ("traversal",) if isinstance(tree, GrownTree) else ("traversal", *bench.STEPWISE)
     methods = [bench.Method("some", tree, rule) for rule in rules]
     copies = 600
     for method, mean in zip(methods, bench.expected_accepted(context, methods), strict=True):
@@ -62,7 +62,7 @@ def test_expected_numbers_are_means_over_coins(context, tree):
 @torch.inference_mode()
 def test_a_chain_is_what_the_block_rule_makes_of_it(context):
     draft = context.draft(bench.chain(4), coupled=False)
-    logits = context.judge(draft)
+    logits = context.score(draft)
     block = specdec_ext.verify(
         logits, draft.tokens[:, 1:], draft.logits,
         uniforms=torch.full((2, 5), 0.5, dtype=torch.float64), rule="block",
@@ -92,12 +92,12 @@ def test_smoke(tmp_path, capsys):
             assert record["over_chain_of_budget"] == record["over_chain_of_depth"] == 0
     assert {r["temperature"] for r in payload["records"]} == {0.0, 1.0}
     # Two contexts to search on may know no use for a whole budget: then no tree stands against it.
-    judged = {
+    compared = {
         r["temperature"]
         for r in payload["records"]
         if r["shape"] != "chain" and r["draft_tokens"] == 4
     }
-    assert judged and len(payload["machine"]["verdict"]) == len(judged)
+    assert compared and len(payload["machine"]["verdict"]) == len(compared)
     with path.with_suffix(".csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == len(payload["records"])
     assert path.with_suffix(".md").read_text() in capsys.readouterr().out

@@ -73,7 +73,7 @@ def test_a_wrong_rollback_is_a_bug(monkeypatch, law):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_tie_is_judged_by_the_targets_own_precision(temperature):
+def test_a_tie_is_told_by_the_targets_own_precision(temperature):
     pair, prompt = models(), two_prompts()[0]
     logits, precision = check._ask_again(pair.target, prompt.ids)
     assert 0 < precision < 1e-5
@@ -82,14 +82,16 @@ def test_a_tie_is_judged_by_the_targets_own_precision(temperature):
         noise = check.reference.race_noise(5, 8, torch.arange(len(logits)))
         scores = logits / temperature - noise.log()
     first, second = scores.topk(2).indices.tolist()
-    judged = check.judge(pair, prompt, [first, 1], [second, 1], temperature, 5, "x")
-    assert judged.verdict == check.BUG and judged.tokens == 0
-    assert judged.gap == pytest.approx(float(scores[first] - scores[second]))
+    finding = check.compare_tokens(pair, prompt, [first, 1], [second, 1], temperature, 5, "x")
+    assert finding.verdict == check.BUG and finding.tokens == 0
+    assert finding.gap == pytest.approx(float(scores[first] - scores[second]))
     pair.target.lm_head.weight.data[second] = pair.target.lm_head.weight.data[first]
     if not temperature:  # now a tie
-        judged = check.judge(pair, prompt, [first, 1], [second, 1], 0.0, 5, "x")
-        assert judged.verdict == check.PRECISION and "its own answers differ" in check.line(judged)
-    shorter = check.judge(pair, prompt, [first, 1], [first], temperature, 5, "x")
+        finding = check.compare_tokens(pair, prompt, [first, 1], [second, 1], 0.0, 5, "x")
+        assert finding.verdict == check.PRECISION and "its own answers differ" in check.line(
+            finding
+        )
+    shorter = check.compare_tokens(pair, prompt, [first, 1], [first], temperature, 5, "x")
     assert shorter.verdict == check.BUG
 
 

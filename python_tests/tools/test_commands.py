@@ -1,4 +1,4 @@
-"""The commands' exit statuses: 1 is a verdict, and only that; what cannot be judged is 2."""
+"""The commands' exit statuses: 1 is a verdict, and only that; what cannot be compared is 2."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("command", ["check", "demo"])
 @pytest.mark.parametrize(("option", "value", "text"), REFUSED, ids=lambda value: str(value)[:16])
-def test_options_that_leave_nothing_to_judge(status, command, option, value, text):
+def test_options_that_leave_nothing_to_compare(status, command, option, value, text):
     found, output, errors = status(command, f"{option}={value}")
     assert found == 2
     assert output == ""
@@ -170,7 +170,7 @@ def test_the_json_of_check_is_strict(status, table_pair, monkeypatch, gap):
 
 
 def test_a_temperature_that_is_greedy_is_checked_as_such(status, table_pair):
-    """One under 1e-6 samples nothing: its race would be judged at a temperature that was not."""
+    """One under 1e-6 samples nothing: its race would be compared at a temperature that was not."""
     line = ("check", "--gamma", "2", "--max-new-tokens", "6")
     found, output, _ = status(*line, "--temperature", "1e-9")
     assert found == 0 and "sampled" not in output and "lossless: 6 tokens agree" in output

@@ -774,7 +774,7 @@ SKIPPED [1] python_tests/backends/test_gpu.py:48: needs a second GPU
 )
 def test_what_sanitizers_say(text, code, status):
     step = gpu_report.Step("memcheck", status="ok" if code == 0 else "failed", code=code)
-    assert gpu_report.judge_sanitizer(step, text).status == status
+    assert gpu_report.read_sanitizer(step, text).status == status
 
 
 def test_time_is_shared():
@@ -821,10 +821,10 @@ def test_a_failing_step_does_not_stop_the_others(tmp_path, monkeypatch):
     def broken(report, limit):
         raise OSError("no space left")
 
-    def fine(report, limit):
+    def passing(report, limit):
         return gpu_report.Step("bench", status="ok", code=0)
 
-    monkeypatch.setattr(gpu_report, "ACTIONS", {"facts": broken, "info": broken, "bench": fine})
+    monkeypatch.setattr(gpu_report, "ACTIONS", {"facts": broken, "info": broken, "bench": passing})
     arguments = ["--device", "cpu", "--out", str(tmp_path), "--steps", "info", "bench"]
     assert gpu_report.main(arguments) == 1
     (path,) = tmp_path.glob("*.json")

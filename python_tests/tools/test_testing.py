@@ -169,7 +169,7 @@ WITHOUT = {
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("missed", WITHOUT)
 def test_outcomes_that_overlook_an_argument_are_not_admissible(rule, missed):
-    # What comes out where the mask or the map is left out, judged with it.
+    # What comes out where the mask or the map is left out, explained with it.
     refused = 0
     for seed in range(6):
         plain = dict(vocab=40, filters=False, greedy_rows=False)

@@ -126,7 +126,7 @@ def line(finding: Finding) -> str:
 
 
 def compare(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> Iterator[Finding]:
-    """Decode in every way and judge what comes out."""
+    """Decode in every way and compare what comes out."""
     sampled = args.temperature if args.temperature >= GREEDY_BELOW else 0.0
     for temperature in dict.fromkeys([0.0, sampled]):
         law = "greedy" if temperature == 0 else f"sampled at T {temperature:g}"
@@ -141,7 +141,9 @@ def compare(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> Iter
                 ways[f"gamma {gamma}, one batch"] = together
         for way, found in ways.items():
             for prompt, expected, tokens in zip(prompts, plain, found, strict=True):
-                yield judge(pair, prompt, expected, tokens, temperature, args.seed, f"{law}, {way}")
+                yield compare_tokens(
+                    pair, prompt, expected, tokens, temperature, args.seed, f"{law}, {way}"
+                )
 
 
 def _decode(
@@ -167,7 +169,7 @@ def _decode(
     return tokens
 
 
-def judge(
+def compare_tokens(
     pair: Pair,
     prompt: Prompt,
     plain: list[int],

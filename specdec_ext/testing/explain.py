@@ -15,7 +15,7 @@ from specdec_ext.testing.cases import VerifyCase, VerifyOutcome
 from specdec_ext.testing.laws import Law, draw_interval
 from specdec_ext.testing.requests import DRAFT_LAW_UNREAD, Request
 
-#: Bounds `_Checker.admits`. A walk that meets no tie takes gamma + 1 trials.
+#: Bounds `_Checker.admits`. A chain that meets no tie takes gamma + 1 trials.
 _MAX_TRIALS = 4096
 
 
@@ -43,7 +43,7 @@ class _Claim(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Where a walk down the chain stands: everything that later nodes depend on."""
+    """How far down the chain a check has come: everything that later nodes depend on."""
 
     node: int = 0
     inflow: float = 1.0  # block
@@ -247,12 +247,12 @@ class _Checker:
         end = len(request.tokens)
         if w == 0:  # nothing below can be accepted, and nothing there is looked at
             for k in range(i, end + 1):
-                self.judge(k, 0.0, 0.0)
+                self.decide(k, 0.0, 0.0)
             self.finish(end, bits)
             return None
         leaf, bit = self.is_leaf(i, law, q)
         if leaf:
-            self.judge(i, w, min(1.0, tol) if w < 1 else noise)
+            self.decide(i, w, min(1.0, tol) if w < 1 else noise)
             self.expect(claim.accepted <= i, f"{claim.accepted} accepted of a draft of {i}")
             bits |= bit
             if i == claim.accepted:
@@ -268,14 +268,14 @@ class _Checker:
         denominator = mass + (1.0 - w)
         h = 1.0 if w == 1.0 else mass / denominator
         # dh <= (dR + dw) / (R + 1 - w); a point mass and w = 1 at the root are exact.
-        self.judge(i, h, min(1.0, tol + 2 * noise / max(denominator, 1e-300)))
+        self.decide(i, h, min(1.0, tol + 2 * noise / max(denominator, 1e-300)))
         if i < claim.accepted:
             self.logprob(i, x, law)
         elif i == claim.accepted:
             bits |= self.final(i, w, law, q, bonus=False)
         return _State(i + 1, 1.0 if w * p >= scaled else w * p / scaled, False, bits)
 
-    def judge(self, i: int, h: float, slack: float) -> None:
+    def decide(self, i: int, h: float, slack: float) -> None:
         """Check the coin of node i of a block and what is reported of it; the root has none."""
         if i == 0:
             return

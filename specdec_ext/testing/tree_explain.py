@@ -144,14 +144,14 @@ def explain_tree_outcome(
     """
     asked = TreeRequest(case, request)
     size = len(asked.parents)
-    walked = asked.rule != "traversal"
+    stepwise = asked.rule != "traversal"
     found = nested_acceptance(
         asked.parents,
         asked.tokens,
         asked.kinds,
         asked.target,
         asked.draft,
-        "recursive" if walked else "traversal",
+        "recursive" if stepwise else "traversal",
         tolerance,
     )
     n = int(result.num_accepted[request])
@@ -165,7 +165,7 @@ def explain_tree_outcome(
         return f"tokens {tokens} are not those of path {path}, one more and -1"
 
     # Which nodes the rule looked at, and what their coins said.
-    if walked:
+    if stepwise:
         looked = {0}
         for v in nodes:
             after = next((c for c in nodes[1:] if asked.parents[c] == v), size)

@@ -128,13 +128,13 @@ def nested_acceptance(
             probs[v] = 0.0
             inflow.update((c, (0.0, a_slack)) for c in children)
             continue
-        walked = rule == "recursive"
-        if walked:
+        stepwise = rule == "recursive"
+        if stepwise:
             probs[v], slack[v] = a, a_slack
             a, a_slack = 1.0, 0.0
         law = target[v]
         if law is None:
-            probs[v], slack[v] = (probs[v], slack[v]) if walked else (a, a_slack)
+            probs[v], slack[v] = (probs[v], slack[v]) if stepwise else (a, a_slack)
             continue
         r = torch.zeros(size, dtype=torch.float64)
         r[:vocab] = law
@@ -169,7 +169,7 @@ def nested_acceptance(
                 r, error = torch.zeros_like(r), torch.full_like(r, float(mass_slack > 0))
             # Accepted for certain, a drawn x may have residual left, which nothing depends on.
             tried.append(x)
-        if not walked:
+        if not stepwise:
             probs[v], slack[v] = a, a_slack
         r[tried] = 0.0
         left = r[:vocab]

@@ -1,6 +1,6 @@
 """Formulae: what speculation gains, from an acceptance rate alpha, a draft length gamma, a cost c.
 
-Words. A *round* is gamma calls of the draft and one call of the target, which judges the gamma
+Words. A *round* is gamma calls of the draft and one call of the target, which verifies the gamma
 draft tokens. Time is counted in target calls, so that *c* is the time of one draft call divided by
 that of one target call. The *tokens of a round* are those it emits, the token at its end included
 (the bonus token, or the one that replaces a rejected draft token): plain decoding has 1. *alpha* is

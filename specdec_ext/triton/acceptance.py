@@ -84,10 +84,10 @@ def write_acceptance(
     row = tl.program_id(0).to(tl.int64)
     p = load_law(laws, row)
     q = load_law(laws, rows + row)
-    wild = filters_at(target_sampling, row, target.vocab).out_of_range
-    wild = wild + filters_at(draft_sampling, row, draft.vocab).out_of_range
+    out_of_range = filters_at(target_sampling, row, target.vocab).out_of_range
+    out_of_range = out_of_range + filters_at(draft_sampling, row, draft.vocab).out_of_range
     overlap = tl.full([], float("nan"), tl.float64)
-    if (p.kind != NO_LAW) & (q.kind != NO_LAW) & (wild == 0):
+    if (p.kind != NO_LAW) & (q.kind != NO_LAW) & (out_of_range == 0):
         if p.kind == POINT_MASS:
             overlap = probability_in(draft, row, q, p.argmax)
         elif q.kind == POINT_MASS:

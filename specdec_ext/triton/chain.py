@@ -120,15 +120,15 @@ def count_drafted(chain, b, gamma):
 
 
 @triton.jit
-def has_wild_uniform(coins, b, drafted, gamma):
+def has_uniform_out_of_range(coins, b, drafted, gamma):
     """Whether a uniform that may be used lies outside [0, 1)."""
-    wild = tl.full([], 0, tl.int32)
+    out_of_range = tl.full([], 0, tl.int32)
     for start in range(0, gamma + 1, COLUMNS):
         i = start + tl.arange(0, COLUMNS)
         place = b * coins.uniforms_stride_b + i.to(tl.int64) * coins.uniforms_stride_s
         u = tl.load(coins.uniforms + place, mask=(i < drafted) | (i == gamma), other=0.0)
-        wild += tl.sum((is_uniform(u) == 0).to(tl.int32), 0)
-    return wild > 0
+        out_of_range += tl.sum((is_uniform(u) == 0).to(tl.int32), 0)
+    return out_of_range > 0
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def open_request(chain, b, vocab, gamma, IGNORES_SAMPLING: tl.constexpr):
     if not IGNORES_SAMPLING:
         greedy, bad = begin_request(chain, b, vocab)
         if chain.coins.uniforms is not None:
-            bad = bad | ((greedy == 0) & has_wild_uniform(chain.coins, b, drafted, gamma))
+            bad = bad | ((greedy == 0) & has_uniform_out_of_range(chain.coins, b, drafted, gamma))
         status = tl.where(bad, status | PARAMETER_OUT_OF_RANGE, status)
     return Request(greedy, drafted, status)
 

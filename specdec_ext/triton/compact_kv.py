@@ -59,9 +59,9 @@ class Cache(NamedTuple):
 @triton.jit
 def path_status(paths, b, accepted, seq_len, places):
     """Give the status of a request: 0 where its nodes may move."""
-    fine = (accepted >= 0) & (accepted <= paths.steps) & (seq_len >= 0) & (seq_len <= places)
+    in_range = (accepted >= 0) & (accepted <= paths.steps) & (seq_len >= 0) & (seq_len <= places)
     illegal = b.to(tl.int32) * 0
-    if fine:
+    if in_range:
         row = paths.path + b * paths.stride_b
         for start in range(0, accepted, STEPS):
             k = start + tl.arange(0, STEPS)
@@ -70,7 +70,7 @@ def path_status(paths, b, accepted, seq_len, places):
             before = tl.load(row + (k - 1) * paths.stride_k, mask=inside & (k > 0), other=0)
             wrong = inside & ((node <= before.to(tl.int64)) | (node >= places - seq_len))
             illegal += tl.sum(wrong.to(tl.int32), 0)
-    return tl.where(fine, tl.where(illegal > 0, INVALID_TREE, 0), PARAMETER_OUT_OF_RANGE)
+    return tl.where(in_range, tl.where(illegal > 0, INVALID_TREE, 0), PARAMETER_OUT_OF_RANGE)
 
 
 @triton.jit(do_not_specialize=["batch", "places"])

@@ -107,12 +107,12 @@ def scan_logits(
     for tile in range(split, tiles, splits):
         x = load_tile(source, tile, -INFINITY, TILE)
         top = tl.max(x, 0)
-        fine = tl.min((x <= FLOAT_MAX).to(tl.int32), 0)
+        valid = tl.min((x <= FLOAT_MAX).to(tl.int32), 0)
         reference = tl.maximum(top, -FLOAT_MAX)
         threshold = support_threshold(nothing_cut, reference, scale)
         weights = weights_of(x, reference, scale, threshold)
         place = row * tiles + tile
-        tl.store(summaries.max + place, tl.where(fine != 0, top, float("nan")))
+        tl.store(summaries.max + place, tl.where(valid != 0, top, float("nan")))
         tl.store(summaries.sum + place, tl.sum(weights, 0).to(tl.float64))
         if EXTRA == RANK:
             above = tl.sum((x > value).to(tl.int32), 0)
@@ -131,9 +131,9 @@ def scan_probabilities(summaries, source, row, tiles, split, splits, TILE: tl.co
     """Leave the sums of a row of probabilities."""
     for tile in range(split, tiles, splits):
         x = load_tile(source, tile, 0.0, TILE)
-        fine = tl.min(((x >= 0.0) & (x <= FLOAT_MAX)).to(tl.int32), 0)
+        valid = tl.min(((x >= 0.0) & (x <= FLOAT_MAX)).to(tl.int32), 0)
         total = tl.sum(x, 0).to(tl.float64)
-        tl.store(summaries.sum + row * tiles + tile, tl.where(fine != 0, total, float("nan")))
+        tl.store(summaries.sum + row * tiles + tile, tl.where(valid != 0, total, float("nan")))
 
 
 @triton.jit
@@ -181,14 +181,14 @@ def law_pass(
 def combined_max(summaries, row, tiles):
     """Maximum over the tiles of a row; NaN where the row has NaN or +inf."""
     top = tl.full([], -INFINITY, tl.float32)
-    fine = tl.full([], 1, tl.int32)
+    valid = tl.full([], 1, tl.int32)
     for start in range(0, tiles, TILE_STEP):
         tile = start + tl.arange(0, TILE_STEP)
         found = tl.load(summaries.max + row * tiles + tile, mask=tile < tiles, other=-INFINITY)
         usable = found == found
-        fine = tl.minimum(fine, tl.min(usable.to(tl.int32), 0))
+        valid = tl.minimum(valid, tl.min(usable.to(tl.int32), 0))
         top = tl.maximum(top, tl.max(tl.where(usable, found, -INFINITY), 0))
-    return tl.where(fine != 0, top, float("nan"))
+    return tl.where(valid != 0, top, float("nan"))
 
 
 @triton.jit

@@ -164,7 +164,7 @@ def plain_row(data, entries):
 
 @triton.jit
 def row_at(rows, b, s):
-    """Point to row s of request b, int64 both; no entries where an index or a map is wild."""
+    """Point to row s of request b, int64 both; no entries where the index or map is invalid."""
     place = s
     entries = rows.vocab
     known = rows.vocab

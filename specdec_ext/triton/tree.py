@@ -1,4 +1,4 @@
-"""Trees before they are judged: csrc/core/tree.h's opening, a program a request.
+"""Trees before they are verified: csrc/core/tree.h's opening, a program a request.
 
 What is a valid tree, which of its nodes tokens lead to, and the children of every node. Nodes are
 looked at as a vector, pairs of them STEP columns at a time, and ancestors one level after the other
@@ -52,7 +52,7 @@ class Trees(NamedTuple):
 class Flow(NamedTuple):
     """What is known of the nodes, [B, N] each."""
 
-    inflow: Any  # float64; where a rule walks, the chance that it went down to the node
+    inflow: Any  # float64; where a rule is stepwise, the chance that it went down to the node
     acceptance: Any  # float64: h
     target: Any  # float64: what is left of a node is [target * p - draft * q]+; 0: it is untouched
     draft: Any  # float64
@@ -115,7 +115,7 @@ def clashing_kinds(trees, b, v, parent, size, STEP: tl.constexpr):
 @triton.jit
 def look_up(trees, b, v, parent):
     """Whether the ancestors of nodes v, a vector, all hold tokens, the root apart; and depths."""
-    fine = v >= 0
+    known = v >= 0
     depth = v * 0
     at = tl.where(parent >= 0, v, 0)
     while tl.max(at, 0) > 0:
@@ -123,12 +123,12 @@ def look_up(trees, b, v, parent):
         depth += inside.to(tl.int32)
         at = tl.where(inside, parent_at(trees, b, at, inside), 0)
         token = token_at(trees, b, at, at > 0)
-        fine = fine & ((at == 0) | is_known(trees, b, at, token, at > 0))
-    return fine, depth
+        known = known & ((at == 0) | is_known(trees, b, at, token, at > 0))
+    return known, depth
 
 
 @triton.jit
-def has_wild_coin(coins, b, v, reachable, nodes):
+def has_coin_out_of_range(coins, b, v, reachable, nodes):
     """Whether the uniform of a node that tokens lead to, or the last, lies outside [0, 1)."""
     slot = tl.where(v > 0, v - 1, nodes - 1).to(tl.int64)
     place = b * coins.uniforms_stride_b + slot * coins.uniforms_stride_s
@@ -206,7 +206,7 @@ def open_trees(
     reachable = is_child | (v == 0)
     greedy, bad = begin_request(trees, b, vocab)
     if trees.coins.uniforms is not None:
-        bad = bad | ((greedy == 0) & has_wild_coin(trees.coins, b, v, reachable, nodes))
+        bad = bad | ((greedy == 0) & has_coin_out_of_range(trees.coins, b, v, reachable, nodes))
     invalid = tl.max((met & (known == 0)).to(tl.int32), 0) > 0
     found = tl.where(size > 0, 0, INVALID_TREE)
     found = tl.where(bad, found | PARAMETER_OUT_OF_RANGE, found)

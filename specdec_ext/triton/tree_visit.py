@@ -1,11 +1,11 @@
-"""Trees judged: csrc/core/tree.h's visits and its end, a program a request.
+"""Trees verified: csrc/core/tree.h's visits and its end, a program a request.
 
 Children come after their parents, so that visits in the order of the nodes need no stack: a node's
 inflow is known before its turn. Traversal visits every node that something flows into; the other
-rules walk from the root to where nothing accepts. Reads the target's and the draft's row of a node
-once for each child that was drawn (none for the last one where nothing can be lost), all by one
-program: which sums a node waits for, the host cannot know. Numerics: float32 within a tile, else
-float64, tiles in their order, as verify_block.py.
+rules go from the root down to where nothing accepts. Reads the target's and the draft's row of a
+node once for each child that was drawn (none for the last one where nothing can be lost), all by
+one program: which sums a node waits for, the host cannot know. Numerics: float32 within a tile,
+else float64, tiles in their order, as verify_block.py.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TreeOutputs(NamedTuple):
 
 
 @triton.jit
-def put(pointer, value):
+def store_shared(pointer, value):
     """Store a scalar that the program loads again.
 
     One thread stores what all load: none may be late for the old value, or early for the new one.
@@ -169,12 +169,12 @@ def proposal_mass(
 @triton.jit
 def visit_node(
     trees, children, flow, target, draft, laws, b, v, inflow, nodes, tiles,
-    WALKS: tl.constexpr, READS_DRAFT: tl.constexpr, RACED: tl.constexpr, TILE: tl.constexpr,
+    STEPWISE: tl.constexpr, READS_DRAFT: tl.constexpr, RACED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Look at the children of node v: csrc/core/tree.h's advance.
 
-    The results are the child that a walk goes down to, or -1; what of the inflow is left, h; and
-    whether some child cannot have been drawn from the draft's law.
+    The results are the child that a stepwise rule goes down to, or -1; what of the inflow is left,
+    h; and whether some child cannot have been drawn from the draft's law.
     """
     v = tl.full([], 0, tl.int64) + v
     place = b * nodes + v
@@ -217,7 +217,7 @@ def visit_node(
         else:
             if READS_DRAFT:
                 if kind == WITHOUT_REPLACEMENT:
-                    put(children.drawn + slot, token.to(tl.int32))
+                    store_shared(children.drawn + slot, token.to(tl.int32))
                     taken += q
                     rest_mass = zero - 1.0
                 sampled = sampled & (draft_law.kind != POINT_MASS)
@@ -227,9 +227,9 @@ def visit_node(
             repeated = is_listed(siblings.tried, siblings.first, slot, token)
             flowing = child_inflow(inflow, residual / mass, tl.where(sampled, kappa * q, 1.0))
             flowing = tl.where(repeated | exhausted, 0.0, flowing)
-            put(flow.inflow + b * nodes + node, flowing)
+            store_shared(flow.inflow + b * nodes + node, flowing)
             tl.store(flow.acceptance + b * nodes + node, flowing)  # of a leaf
-            if WALKS:
+            if STEPWISE:
                 coin = coins_at(trees.coins, b, node.to(tl.int64) - 1, nodes - 1)
                 coin = tl.where(is_greedy_at(trees.target, b), 0.0, coin)
                 chosen = tl.where(coin < flowing, node, chosen)
@@ -255,7 +255,7 @@ def visit_node(
                     exhausted = ((mass > 0.0) & (inflow > 0.0)) == 0
                 gone = tl.where(sampled, repeated, token == kept)
                 kept = tl.where(gone, nothing, tl.where(sampled, token, kept))
-            put(children.tried + slot, token.to(tl.int32))
+            store_shared(children.tried + slot, token.to(tl.int32))
         slot = tl.where(chosen < 0, slot + 1, siblings.last)
     tl.store(flow.target + place, scale)
     tl.store(flow.draft + place, share)
@@ -274,16 +274,16 @@ def has_children(children, flow, b, v, nodes):
 
 
 @triton.jit
-def drain(trees, flow, b, v, acceptance, wins, nodes):
+def mark_ancestors(trees, flow, b, v, acceptance, wins, nodes):
     """Give h = 0 to what is below a node without inflow; mark what is above a success."""
     inflow = tl.load(flow.inflow + b * nodes + v, mask=v < nodes, other=UNREACHABLE)
-    dry = inflow == 0.0
+    without_inflow = inflow == 0.0
     at = tl.where(inflow != UNREACHABLE, v, 0)
     while tl.max(at, 0) > 0:
         tl.store(flow.leads + b * nodes + at, (v * 0 + 1).to(tl.int8), mask=wins & (at > 0))
         at = tl.where(at > 0, parent_at(trees, b, at, at > 0), 0)
-        dry = dry | (tl.load(flow.inflow + b * nodes + at) == 0.0)
-    return tl.where(dry, 0.0, acceptance)
+        without_inflow = without_inflow | (tl.load(flow.inflow + b * nodes + at) == 0.0)
+    return tl.where(without_inflow, 0.0, acceptance)
 
 
 @triton.jit
@@ -293,7 +293,7 @@ def find_winner(trees, flow, b, v, acceptance, nodes):
     coin = coins_at(trees.coins, b, slot, nodes - 1)
     coin = tl.where(is_greedy_at(trees.target, b), 0.0, coin)
     wins = (v > 0) & (v < nodes) & (coin < acceptance)
-    acceptance = drain(trees, flow, b, v, acceptance, wins, nodes)
+    acceptance = mark_ancestors(trees, flow, b, v, acceptance, wins, nodes)
     tl.debug_barrier()
     leads = tl.load(flow.leads + b * nodes + v, mask=v < nodes, other=0) != 0
     parent = parent_at(trees, b, v, (v > 0) & (v < nodes))
@@ -342,9 +342,9 @@ def write_verdict(trees, flow, laws, outputs, b, v, winner, acceptance, status, 
 
 
 @triton.jit(do_not_specialize=["nodes", "tiles"])
-def judge_trees(
+def visit_trees(
     trees, children, flow, target, draft, laws, outputs, nodes, tiles,
-    WALKS: tl.constexpr, READS_DRAFT: tl.constexpr, RACED: tl.constexpr,
+    STEPWISE: tl.constexpr, READS_DRAFT: tl.constexpr, RACED: tl.constexpr,
     NODES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Find the winner of every request, and what is left of it. Grid: requests."""
@@ -354,13 +354,13 @@ def judge_trees(
     one = tl.full([], 1.0, tl.float64)
     winner = tl.full([], 0, tl.int32)
     failed = winner < 0
-    if WALKS:
+    if STEPWISE:
         following = winner
         while following >= 0:
             winner = following
             following, _, unusable = visit_node(
                 trees, children, flow, target, draft, laws, b, winner, one, nodes, tiles,
-                WALKS, READS_DRAFT, RACED, TILE,
+                STEPWISE, READS_DRAFT, RACED, TILE,
             )  # fmt: skip
             failed = failed | unusable
         tl.debug_barrier()
@@ -371,7 +371,7 @@ def judge_trees(
             if goes_on:
                 _, h, unusable = visit_node(
                     trees, children, flow, target, draft, laws, b, node, inflow, nodes, tiles,
-                    WALKS, READS_DRAFT, RACED, TILE,
+                    STEPWISE, READS_DRAFT, RACED, TILE,
                 )  # fmt: skip
                 tl.store(flow.acceptance + b * nodes + node, h)
                 failed = failed | unusable

@@ -151,9 +151,9 @@ def decide_block(chain, laws, flow, outputs, vocab, gamma, tiles):
     b = tl.program_id(0).to(tl.int64)
     request = open_request(chain, b, vocab, gamma, False)
     length = tl.load(flow.length + b)
-    dry = tl.load(flow.inflow + b * (gamma + 1) + length) == 0.0
+    without_inflow = tl.load(flow.inflow + b * (gamma + 1) + length) == 0.0
     # Below a node without inflow nothing is accepted; after a leaf nothing was looked at.
-    zeros = tl.where(dry, request.drafted, length)
+    zeros = tl.where(without_inflow, request.drafted, length)
     accepted = tl.full([], 0, tl.int32)
     for start in range(0, gamma, COLUMNS):
         i = start + tl.arange(0, COLUMNS) + 1

@@ -37,7 +37,7 @@ def accepts_relaxed_greedy(law, p, lenience, beta, tau, RULE: tl.constexpr):
 
 
 @triton.jit
-def judge(
+def accept_test(
     law, proposals, u, greedy, lenience, beta, tau, epsilon, delta,
     RULE: tl.constexpr, IGNORES_SAMPLING: tl.constexpr, RACED: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def decide_stepwise(
         law = target_laws(laws, b, i, gamma)
         proposals = proposals_at(chain, laws, b, i, request.drafted, gamma, READS_DRAFT)
         u = coins_of(chain, b, i, gamma)
-        accepts, chance = judge(
+        accepts, chance = accept_test(
             law, proposals, u, request.greedy, lenience, beta, tau, epsilon, delta,
             RULE, IGNORES_SAMPLING, RACED,
         )  # fmt: skip

@@ -45,7 +45,7 @@ from .laws import (
 from .race import find_winners
 from .token_map import token_map_of
 from .tree import Flow, Trees, open_trees
-from .tree_visit import TreeOutputs, judge_trees
+from .tree_visit import TreeOutputs, visit_trees
 from .verify import NO_COINS, Shape, draw_tokens, given_coins
 
 #: Nodes that the opening compares with all nodes of a request at once.
@@ -165,11 +165,11 @@ def verify_tree(
     if traits.races:
         find_winners(tiles, target.rows, given_coins(call), data, depths=flow.depth)
     launch(
-        judge_trees,
+        visit_trees,
         batch,
         *(trees, children, flow, target.rows, draft.rows, laws, outputs),
         *(nodes, tiles.number),
-        WALKS=traits.stepwise,
+        STEPWISE=traits.stepwise,
         READS_DRAFT=is_given(draft),
         RACED=traits.races,
         NODES=padded,
