@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ._fake import FAKES
 from .backend import resolve
 from .contract import (
     CHAIN_RULES,
@@ -78,15 +79,37 @@ _RULES_WITHOUT_RANDOMNESS = rule_names(ignores_sampling=True)
 # -------------------------------------------------------------------------------------------------
 
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING_OF_BOTH = (*_SAMPLING, *(f"draft_{name}" for name in _SAMPLING))
+
+#: What an argument of a schema's type must be, in words and in Python.
+_WANTED: dict[str, tuple[str, tuple[type, ...]]] = {
+    "Tensor": ("a Tensor", (Tensor,)),
+    "Optional[Tensor]": ("a Tensor or None", (Tensor, type(None))),
+    "int": ("an int", (int, Integral)),
+    "float": ("a number", (float, int, Real)),
+    "Optional[float]": ("a number or None", (float, int, Real, type(None))),
+    "bool": ("a bool", (bool,)),
+    "str": ("a str", (str,)),
+}
+
+
+def _schema_types(op: str) -> dict[str, str]:
+    arguments = getattr(torch.ops.specdec, op).default._schema.arguments
+    return {argument.name: str(argument.type) for argument in arguments}
+
+
+#: Operator by operator: the arguments that are passed on, with their types, and those that may be
+#: numbers and become tensors. From the schemas in csrc/library.cpp.
+_PASSED_ON = {
+    op: {name: t for name, t in _schema_types(op).items() if name not in _SAMPLING_OF_BOTH}
+    for op in FAKES
+}
+_EXPANDED = {op: [n for n in _SAMPLING_OF_BOTH if n in _schema_types(op)] for op in FAKES}
+
+
 def _kind(value: object) -> str:
     return type(value).__name__
-
-
-def _check_tensors(op: str, optional: bool, **values: object) -> None:
-    for name, value in values.items():
-        if not (isinstance(value, Tensor) or (optional and value is None)):
-            wanted = "a Tensor or None" if optional else "a Tensor"
-            raise TypeError(f"{op}: {name} must be {wanted}, got {_kind(value)}")
 
 
 def _is_number(value: object, integral: bool = False) -> bool:
@@ -94,22 +117,11 @@ def _is_number(value: object, integral: bool = False) -> bool:
     return isinstance(value, types) and not isinstance(value, bool)
 
 
-def _check_ints(op: str, **values: object) -> None:
-    for name, value in values.items():
-        if not _is_number(value, integral=True):
-            raise TypeError(f"{op}: {name} must be an int, got {_kind(value)}")
-
-
-def _check_floats(op: str, **values: object) -> None:
-    for name, value in values.items():
-        if not _is_number(value):
-            raise TypeError(f"{op}: {name} must be a number, got {_kind(value)}")
-
-
-def _check_bools(op: str, **values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{op}: {name} must be a bool, got {_kind(value)}")
+def _check_type(op: str, name: str, value: object, wanted: str) -> None:
+    words, types = _WANTED[wanted]
+    # A bool is no number here, though it is an int to Python.
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise TypeError(f"{op}: {name} must be {words}, got {_kind(value)}")
 
 
 def _per_request(op: str, name: str, value: Any, batch: int, device: torch.device) -> Tensor | None:
@@ -136,27 +148,23 @@ def _batch(tensor: Tensor) -> int:
 
 def _randomness(
     op: str,
-    uniforms: Tensor | None,
-    seeds: Tensor | None,
-    positions: Tensor | None,
+    arguments: dict[str, Any],
     generator: torch.Generator | None,
-    needed: bool,
     batch: int,
     device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Seeds and positions as given, or fresh ones where the caller gave no randomness at all."""
-    _check_tensors(op, True, uniforms=uniforms, seeds=seeds, positions=positions)
+) -> None:
+    """Put fresh seeds and positions where the caller gave no randomness and the rule needs it."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
             f"{op}: generator must be a torch.Generator or None, got {_kind(generator)}"
         )
-    if uniforms is not None or seeds is not None:
-        if generator is not None:
-            given = "uniforms" if uniforms is not None else "seeds"
-            raise ValueError(f"{op}: generator must be None where {given} are given")
-        return seeds, positions
-    if not needed:
-        return seeds, positions
+    for given in ("uniforms", "seeds"):
+        if arguments[given] is not None:
+            if generator is not None:
+                raise ValueError(f"{op}: generator must be None where {given} are given")
+            return
+    if arguments.get("rule") in _RULES_WITHOUT_RANDOMNESS:
+        return
     if generator is None:  # its own call: only this one traces with a symbolic batch
         seeds = torch.randint(2**63 - 1, (batch,), dtype=torch.int64, device=device)
     else:
@@ -164,9 +172,32 @@ def _randomness(
         seeds = torch.randint(
             2**63 - 1, (batch,), dtype=torch.int64, device=where, generator=generator
         ).to(device)
-    if positions is None:
-        positions = torch.zeros(batch, dtype=torch.int64, device=device)
-    return seeds, positions
+    arguments["seeds"] = seeds
+    if arguments["positions"] is None:
+        arguments["positions"] = torch.zeros(batch, dtype=torch.int64, device=device)
+
+
+def _call(
+    op: str,
+    backend: str,
+    requests: Tensor,
+    arguments: dict[str, Any],
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Run an operator: types checked, numbers made tensors, randomness drawn where there is none.
+
+    ``arguments``, all that the schema names, change in place; ``requests`` is the one of them that
+    has a row for each request.
+    """
+    for name, wanted in _PASSED_ON[op].items():
+        _check_type(op, name, arguments[name], wanted)
+    batch, device = _batch(requests), next(iter(arguments.values())).device
+    operators = resolve(op, backend, device)
+    if "uniforms" in arguments:
+        _randomness(op, arguments, generator, batch, device)
+    for name in _EXPANDED[op]:
+        arguments[name] = _per_request(op, name, arguments[name], batch, device)
+    return getattr(operators, op)(**arguments)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -177,11 +208,11 @@ def _randomness(
 def row_law(
     logits: Tensor,
     *,
+    allowed_mask: Tensor | None = None,
     temperature: Floats = None,
     top_k: Ints = None,
     top_p: Floats = None,
     min_p: Floats = None,
-    allowed_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> RowLaw:
     """Reduce every logits row and its filters to the five scalars of a probability law.
@@ -195,6 +226,11 @@ def row_law(
     ----------
     logits : Tensor
         ``[R, V]`` raw logits, float32, bfloat16 or float16, unit stride on V. -inf is a legal mask.
+    allowed_mask : Tensor, optional
+        ``[R, ceil(V/32)]`` int32, unit stride on the last dimension, the layout of grammar engines
+        (xgrammar, llguidance): token x is allowed where bit x % 32 of word x // 32 is 1, the lowest
+        bit being bit 0. The result is, to the bit, that of logits with -inf in place of what is not
+        allowed; what stands there, even NaN, does not matter.
     temperature : Tensor or number or sequence, optional
         ``[R]`` float32, default 1. Below 1e-6: the point mass at the arg max (lowest index).
     top_k : Tensor or int or sequence, optional
@@ -204,11 +240,6 @@ def row_law(
         entry and its ties always stay. Off where >= 1.
     min_p : Tensor or number or sequence, optional
         ``[R]`` float32. A token stays if p(x) >= min_p * max p. Off where <= 0.
-    allowed_mask : Tensor, optional
-        ``[R, ceil(V/32)]`` int32, unit stride on the last dimension, the layout of grammar engines
-        (xgrammar, llguidance): token x is allowed where bit x % 32 of word x // 32 is 1, the lowest
-        bit being bit 0. The result is, to the bit, that of logits with -inf in place of what is not
-        allowed; what stands there, even NaN, does not matter.
     backend : {"auto", "cpu", "cuda", "triton", "reference"}
         "auto" follows the tensors' device. An explicit choice never falls back. "reference" is
         float64 PyTorch, slow, and checks no shapes.
@@ -251,26 +282,19 @@ def row_law(
     >>> law.max, law.argmax
     (tensor([1.]), tensor([1]))
     """
-    _check_tensors("row_law", False, logits=logits)
-    _check_tensors("row_law", True, allowed_mask=allowed_mask)
-    rows, device = _batch(logits), logits.device
-    operators = resolve("row_law", backend, device)
-    return RowLaw(
-        *operators.row_law(
-            logits,
-            temperature=_per_request("row_law", "temperature", temperature, rows, device),
-            top_k=_per_request("row_law", "top_k", top_k, rows, device),
-            top_p=_per_request("row_law", "top_p", top_p, rows, device),
-            min_p=_per_request("row_law", "min_p", min_p, rows, device),
-            allowed_mask=allowed_mask,
-        )
-    )
+    arguments = {
+        **dict(logits=logits, allowed_mask=allowed_mask),
+        **dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+    }
+    return RowLaw(*_call("row_law", backend, logits, arguments))
 
 
 def sample(
     logits: Tensor,
     uniforms: Tensor | None = None,
     *,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
     draft_index: int = 0,
@@ -280,8 +304,6 @@ def sample(
     top_k: Ints = None,
     top_p: Floats = None,
     min_p: Floats = None,
-    allowed_mask: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> SampleResult:
@@ -304,6 +326,12 @@ def sample(
         ``[B, V]`` raw logits, float32, bfloat16 or float16, unit stride on V.
     uniforms : Tensor, optional
         ``[B]`` float64 in [0, 1).
+    allowed_mask : Tensor, optional
+        ``[B, ceil(V/32)]`` int32 as in `row_law`. With draft_token_ids its bits are target ids and
+        its width is free: an id beyond it is not allowed.
+    draft_token_ids : Tensor, optional
+        ``[V]`` int32 or int64: the target id of each entry, where the rows are those of a draft
+        with a reduced vocabulary. The token returned is a target id.
     seeds, positions : Tensor, optional
         ``[B]`` int64 each, instead of uniforms: Philox4x32-10 with the seed as key and counter (0,
         position, draft_index | domain << 16 | stream << 24). A position is the absolute position of
@@ -320,12 +348,6 @@ def sample(
         In [0, 256), different for every level of a hierarchy of models.
     temperature, top_k, top_p, min_p : optional
         ``[B]`` as in `row_law`.
-    allowed_mask : Tensor, optional
-        ``[B, ceil(V/32)]`` int32 as in `row_law`. With draft_token_ids its bits are target ids and
-        its width is free: an id beyond it is not allowed.
-    draft_token_ids : Tensor, optional
-        ``[V]`` int32 or int64: the target id of each entry, where the rows are those of a draft
-        with a reduced vocabulary. The token returned is a target id.
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where neither uniforms nor
         seeds are given; the default generator of the device if None.
@@ -377,31 +399,13 @@ def sample(
     >>> specdec_ext.sample(draft, **noise).tokens
     tensor([1, 2, 2, 0, 2, 1, 2, 0])
     """
-    _check_tensors("sample", False, logits=logits)
-    _check_tensors("sample", True, allowed_mask=allowed_mask, draft_token_ids=draft_token_ids)
-    _check_ints("sample", draft_index=draft_index, domain=domain, stream=stream)
-    batch, device = _batch(logits), logits.device
-    operators = resolve("sample", backend, device)
-    seeds, positions = _randomness(
-        "sample", uniforms, seeds, positions, generator, True, batch, device
-    )
-    return SampleResult(
-        *operators.sample(
-            logits,
-            uniforms,
-            seeds=seeds,
-            positions=positions,
-            draft_index=draft_index,
-            domain=domain,
-            stream=stream,
-            temperature=_per_request("sample", "temperature", temperature, batch, device),
-            top_k=_per_request("sample", "top_k", top_k, batch, device),
-            top_p=_per_request("sample", "top_p", top_p, batch, device),
-            min_p=_per_request("sample", "min_p", min_p, batch, device),
-            allowed_mask=allowed_mask,
-            draft_token_ids=draft_token_ids,
-        )
-    )
+    arguments = {
+        **dict(logits=logits, uniforms=uniforms, allowed_mask=allowed_mask),
+        **dict(draft_token_ids=draft_token_ids, seeds=seeds, positions=positions),
+        **dict(draft_index=draft_index, domain=domain, stream=stream),
+        **dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+    }
+    return SampleResult(*_call("sample", backend, logits, arguments, generator))
 
 
 def verify(
@@ -410,10 +414,12 @@ def verify(
     draft_logits: Tensor | None = None,
     *,
     draft_probs: Tensor | None = None,
-    draft_kinds: Tensor | None = None,
-    draft_lengths: Tensor | None = None,
     target_rows: Tensor | None = None,
     draft_rows: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    draft_kinds: Tensor | None = None,
+    draft_lengths: Tensor | None = None,
     uniforms: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
@@ -434,8 +440,6 @@ def verify(
     delta: float = 0.3,
     full_accept_probs: bool = False,
     raw_logprobs: bool = False,
-    allowed_mask: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> VerifyResult:
@@ -486,15 +490,27 @@ def verify(
     draft_probs : Tensor, optional
         Same shapes, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
         Neither: a deterministic drafter.
+    target_rows : Tensor, optional
+        ``[B, G+1]`` int32 or int64: target_logits is then packed, ``[R, V]``.
+    draft_rows : Tensor, optional
+        ``[B, G]`` int32 or int64: draft_logits or draft_probs is then packed, ``[R, Vd]``.
+    allowed_mask : Tensor, optional
+        ``[B, G+1, ceil(V/32)]`` int32 as in `row_law`, by request and slot also where the logits
+        are packed. Slot i is for the token after i draft tokens: it masks target row i, and the
+        draft's row i, which token i + 1 was drawn from (the draft must have been sampled under the
+        same mask). Slots after the draft's end are never read. Masks apply before everything else:
+        filters, ranks, raw_logprobs. A draft token that is not allowed has p = 0: it is rejected if
+        it was put there, and ends the draft if it is said to be sampled (q = 0).
+    draft_token_ids : Tensor, optional
+        ``[Vd]`` int32 or int64, any stride, Vd <= V, with a draft law: the target id of each draft
+        entry, for a draft with a reduced vocabulary. draft_tokens are target ids all the same.
+        Draft filters work on the draft's entries; q is 0 where there is no entry, and the target
+        keeps its whole support. Ids must differ and be in [0, V).
     draft_kinds : Tensor, optional
         ``[B, G]`` int8: 1 for a token sampled from the draft law, 0 for one that was put there (a
         point mass). Default: 1 where a draft law is given, else 0.
     draft_lengths : Tensor, optional
         ``[B]`` int32 or int64 in [0, G], default G. Columns after it are never read.
-    target_rows : Tensor, optional
-        ``[B, G+1]`` int32 or int64: target_logits is then packed, ``[R, V]``.
-    draft_rows : Tensor, optional
-        ``[B, G]`` int32 or int64: draft_logits or draft_probs is then packed, ``[R, Vd]``.
     uniforms : Tensor, optional
         ``[B, G+1]`` float64 in [0, 1): slot i - 1 is the coin of draft token i, slot G the final
         draw.
@@ -523,18 +539,6 @@ def verify(
         has them anyway).
     raw_logprobs : bool
         Report log softmax(target_logits), without temperature and filters.
-    allowed_mask : Tensor, optional
-        ``[B, G+1, ceil(V/32)]`` int32 as in `row_law`, by request and slot also where the logits
-        are packed. Slot i is for the token after i draft tokens: it masks target row i, and the
-        draft's row i, which token i + 1 was drawn from (the draft must have been sampled under the
-        same mask). Slots after the draft's end are never read. Masks apply before everything else:
-        filters, ranks, raw_logprobs. A draft token that is not allowed has p = 0: it is rejected if
-        it was put there, and ends the draft if it is said to be sampled (q = 0).
-    draft_token_ids : Tensor, optional
-        ``[Vd]`` int32 or int64, any stride, Vd <= V, with a draft law: the target id of each draft
-        entry, for a draft with a reduced vocabulary. draft_tokens are target ids all the same.
-        Draft filters work on the draft's entries; q is 0 where there is no entry, and the target
-        keeps its whole support. Ids must differ and be in [0, V).
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
         and neither uniforms nor seeds are given; the default generator of the device if None.
@@ -614,65 +618,19 @@ def verify(
     tensor([[0, 1]])
     tensor([[ 0, -1]])
     """
-    op = "verify"
-    _check_tensors(op, False, target_logits=target_logits, draft_tokens=draft_tokens)
-    _check_tensors(
-        op,
-        True,
-        draft_logits=draft_logits,
-        draft_probs=draft_probs,
-        draft_kinds=draft_kinds,
-        draft_lengths=draft_lengths,
-        target_rows=target_rows,
-        draft_rows=draft_rows,
-        allowed_mask=allowed_mask,
-        draft_token_ids=draft_token_ids,
-    )
-    _check_ints(op, stream=stream, beta=beta)
-    _check_floats(op, lenience=lenience, tau=tau, epsilon=epsilon, delta=delta)
-    _check_bools(op, full_accept_probs=full_accept_probs, raw_logprobs=raw_logprobs)
-    if not isinstance(rule, str):
-        raise TypeError(f"{op}: rule must be a str, got {_kind(rule)}")
-    batch, device = _batch(draft_tokens), target_logits.device
-    operators = resolve(op, backend, device)
-    needed = rule not in _RULES_WITHOUT_RANDOMNESS
-    seeds, positions = _randomness(op, uniforms, seeds, positions, generator, needed, batch, device)
-    return VerifyResult(
-        *operators.verify(
-            target_logits,
-            draft_tokens,
-            draft_logits,
-            draft_probs=draft_probs,
-            draft_kinds=draft_kinds,
-            draft_lengths=draft_lengths,
-            target_rows=target_rows,
-            draft_rows=draft_rows,
-            uniforms=uniforms,
-            seeds=seeds,
-            positions=positions,
-            stream=stream,
-            temperature=_per_request(op, "temperature", temperature, batch, device),
-            top_k=_per_request(op, "top_k", top_k, batch, device),
-            top_p=_per_request(op, "top_p", top_p, batch, device),
-            min_p=_per_request(op, "min_p", min_p, batch, device),
-            draft_temperature=_per_request(
-                op, "draft_temperature", draft_temperature, batch, device
-            ),
-            draft_top_k=_per_request(op, "draft_top_k", draft_top_k, batch, device),
-            draft_top_p=_per_request(op, "draft_top_p", draft_top_p, batch, device),
-            draft_min_p=_per_request(op, "draft_min_p", draft_min_p, batch, device),
-            rule=rule,
-            lenience=lenience,
-            beta=beta,
-            tau=tau,
-            epsilon=epsilon,
-            delta=delta,
-            full_accept_probs=full_accept_probs,
-            raw_logprobs=raw_logprobs,
-            allowed_mask=allowed_mask,
-            draft_token_ids=draft_token_ids,
-        )
-    )
+    arguments = {
+        **dict(target_logits=target_logits, draft_tokens=draft_tokens, draft_logits=draft_logits),
+        **dict(draft_probs=draft_probs, target_rows=target_rows, draft_rows=draft_rows),
+        **dict(allowed_mask=allowed_mask, draft_token_ids=draft_token_ids),
+        **dict(draft_kinds=draft_kinds, draft_lengths=draft_lengths),
+        **dict(uniforms=uniforms, seeds=seeds, positions=positions, stream=stream),
+        **dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+        **dict(draft_temperature=draft_temperature, draft_top_k=draft_top_k),
+        **dict(draft_top_p=draft_top_p, draft_min_p=draft_min_p),
+        **dict(rule=rule, lenience=lenience, beta=beta, tau=tau, epsilon=epsilon, delta=delta),
+        **dict(full_accept_probs=full_accept_probs, raw_logprobs=raw_logprobs),
+    }
+    return VerifyResult(*_call("verify", backend, draft_tokens, arguments, generator))
 
 
 def verify_tree(
@@ -682,9 +640,11 @@ def verify_tree(
     draft_logits: Tensor | None = None,
     *,
     draft_probs: Tensor | None = None,
-    kinds: Tensor | None = None,
-    draft_rows: Tensor | None = None,
     target_rows: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    kinds: Tensor | None = None,
     uniforms: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
@@ -699,8 +659,6 @@ def verify_tree(
     draft_min_p: Floats = None,
     rule: str = "traversal",
     raw_logprobs: bool = False,
-    allowed_mask: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> VerifyTreeResult:
@@ -746,6 +704,16 @@ def verify_tree(
         ``[B, R, Vd]`` raw logits: the rows that children were drawn from. Vd may differ from V.
     draft_probs : Tensor, optional
         Same shape, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
+    target_rows : Tensor, optional
+        ``[B, N]`` int32 or int64: target_logits is then packed, ``[R, V]``.
+    draft_rows : Tensor, optional
+        ``[B, N]`` int32 or int64 in [0, R): the row that the children of a node were drawn from; -1
+        for none. By default row v is node v's, and R = N.
+    allowed_mask : Tensor, optional
+        ``[B, N, ceil(V/32)]`` int32 as in `row_law`: slot v masks target row v and the draft law of
+        v's children.
+    draft_token_ids : Tensor, optional
+        ``[Vd]`` as in `verify`: the target id of each draft entry.
     kinds : Tensor, optional
         ``[B, N]`` int8, how a node was proposed: 0 put there (deterministic), 1 drawn from its
         parent's draft law independently of its siblings, 2 drawn without replacement (from what the
@@ -753,11 +721,6 @@ def verify_tree(
         draft sampling", Hu et al., arXiv 2502.18779; one such child at most, best with the lowest
         index). The drawn children of one node share one kind. Default: 1 where a draft law is
         given, else 0.
-    draft_rows : Tensor, optional
-        ``[B, N]`` int32 or int64 in [0, R): the row that the children of a node were drawn from; -1
-        for none. By default row v is node v's, and R = N.
-    target_rows : Tensor, optional
-        ``[B, N]`` int32 or int64: target_logits is then packed, ``[R, V]``.
     uniforms : Tensor, optional
         ``[B, N]`` float64 in [0, 1): slot v - 1 is the coin of node v, slot N - 1 the final draw.
     seeds, positions : Tensor, optional
@@ -773,11 +736,6 @@ def verify_tree(
         See above.
     raw_logprobs : bool
         Report log softmax(target_logits), without temperature and filters.
-    allowed_mask : Tensor, optional
-        ``[B, N, ceil(V/32)]`` int32 as in `row_law`: slot v masks target row v and the draft law of
-        v's children.
-    draft_token_ids : Tensor, optional
-        ``[Vd]`` as in `verify`: the target id of each draft entry.
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
         and neither uniforms nor seeds are given; the default generator of the device if None.
@@ -839,63 +797,26 @@ def verify_tree(
     >>> out.tokens, out.path, out.num_accepted
     (tensor([[ 1,  0, -1]]), tensor([[ 2, -1, -1]]), tensor([1], dtype=torch.int32))
     """
-    op = "verify_tree"
-    _check_tensors(op, False, target_logits=target_logits, tokens=tokens, parents=parents)
-    _check_tensors(
-        op,
-        True,
-        draft_logits=draft_logits,
-        draft_probs=draft_probs,
-        kinds=kinds,
-        draft_rows=draft_rows,
-        target_rows=target_rows,
-        allowed_mask=allowed_mask,
-        draft_token_ids=draft_token_ids,
-    )
-    _check_ints(op, stream=stream)
-    _check_bools(op, raw_logprobs=raw_logprobs)
-    if not isinstance(rule, str):
-        raise TypeError(f"{op}: rule must be a str, got {_kind(rule)}")
-    batch, device = _batch(tokens), target_logits.device
-    operators = resolve(op, backend, device)
-    needed = rule not in _RULES_WITHOUT_RANDOMNESS
-    seeds, positions = _randomness(op, uniforms, seeds, positions, generator, needed, batch, device)
-    return VerifyTreeResult(
-        *operators.verify_tree(
-            target_logits,
-            tokens,
-            parents,
-            draft_logits,
-            draft_probs=draft_probs,
-            kinds=kinds,
-            draft_rows=draft_rows,
-            target_rows=target_rows,
-            uniforms=uniforms,
-            seeds=seeds,
-            positions=positions,
-            stream=stream,
-            temperature=_per_request(op, "temperature", temperature, batch, device),
-            top_k=_per_request(op, "top_k", top_k, batch, device),
-            top_p=_per_request(op, "top_p", top_p, batch, device),
-            min_p=_per_request(op, "min_p", min_p, batch, device),
-            draft_temperature=_per_request(
-                op, "draft_temperature", draft_temperature, batch, device
-            ),
-            draft_top_k=_per_request(op, "draft_top_k", draft_top_k, batch, device),
-            draft_top_p=_per_request(op, "draft_top_p", draft_top_p, batch, device),
-            draft_min_p=_per_request(op, "draft_min_p", draft_min_p, batch, device),
-            rule=rule,
-            raw_logprobs=raw_logprobs,
-            allowed_mask=allowed_mask,
-            draft_token_ids=draft_token_ids,
-        )
-    )
+    arguments = {
+        **dict(target_logits=target_logits, tokens=tokens, parents=parents),
+        **dict(draft_logits=draft_logits, draft_probs=draft_probs),
+        **dict(target_rows=target_rows, draft_rows=draft_rows),
+        **dict(allowed_mask=allowed_mask, draft_token_ids=draft_token_ids, kinds=kinds),
+        **dict(uniforms=uniforms, seeds=seeds, positions=positions, stream=stream),
+        **dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+        **dict(draft_temperature=draft_temperature, draft_top_k=draft_top_k),
+        **dict(draft_top_p=draft_top_p, draft_min_p=draft_min_p),
+        **dict(rule=rule, raw_logprobs=raw_logprobs),
+    }
+    return VerifyTreeResult(*_call("verify_tree", backend, tokens, arguments, generator))
 
 
 def acceptance(
     target_logits: Tensor,
     draft_logits: Tensor,
     *,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
     temperature: Floats = None,
     top_k: Ints = None,
     top_p: Floats = None,
@@ -904,8 +825,6 @@ def acceptance(
     draft_top_k: Ints = None,
     draft_top_p: Floats = None,
     draft_min_p: Floats = None,
-    allowed_mask: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute sum_x min(p(x), q(x)) of two laws, row by row.
@@ -919,14 +838,14 @@ def acceptance(
         ``[R, V]`` raw logits, float32, bfloat16 or float16, unit stride on V.
     draft_logits : Tensor
         ``[R, Vd]`` raw logits. An id that only one vocabulary has contributes nothing.
-    temperature, top_k, top_p, min_p : optional
-        ``[R]`` as in `row_law`, of the target's law.
-    draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
-        ``[R]``, of the draft's law; by default the target's.
     allowed_mask : Tensor, optional
         ``[R, ceil(V/32)]`` int32 as in `row_law`, of both laws.
     draft_token_ids : Tensor, optional
         ``[Vd]`` as in `verify`: the target id of each draft entry.
+    temperature, top_k, top_p, min_p : optional
+        ``[R]`` as in `row_law`, of the target's law.
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
+        ``[R]``, of the draft's law; by default the target's.
     backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
@@ -959,25 +878,14 @@ def acceptance(
     >>> specdec_ext.acceptance(target_logits, draft_logits, draft_token_ids=ids)
     tensor([0.9000])
     """
-    op = "acceptance"
-    _check_tensors(op, False, target_logits=target_logits, draft_logits=draft_logits)
-    _check_tensors(op, True, allowed_mask=allowed_mask, draft_token_ids=draft_token_ids)
-    rows, device = _batch(target_logits), target_logits.device
-    operators = resolve(op, backend, device)
-    found: Tensor = operators.acceptance(
-        target_logits,
-        draft_logits,
-        temperature=_per_request(op, "temperature", temperature, rows, device),
-        top_k=_per_request(op, "top_k", top_k, rows, device),
-        top_p=_per_request(op, "top_p", top_p, rows, device),
-        min_p=_per_request(op, "min_p", min_p, rows, device),
-        draft_temperature=_per_request(op, "draft_temperature", draft_temperature, rows, device),
-        draft_top_k=_per_request(op, "draft_top_k", draft_top_k, rows, device),
-        draft_top_p=_per_request(op, "draft_top_p", draft_top_p, rows, device),
-        draft_min_p=_per_request(op, "draft_min_p", draft_min_p, rows, device),
-        allowed_mask=allowed_mask,
-        draft_token_ids=draft_token_ids,
-    )
+    arguments = {
+        **dict(target_logits=target_logits, draft_logits=draft_logits),
+        **dict(allowed_mask=allowed_mask, draft_token_ids=draft_token_ids),
+        **dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+        **dict(draft_temperature=draft_temperature, draft_top_k=draft_top_k),
+        **dict(draft_top_p=draft_top_p, draft_min_p=draft_min_p),
+    }
+    found: Tensor = _call("acceptance", backend, target_logits, arguments)
     return found
 
 
@@ -1026,11 +934,8 @@ def uniforms(
     tensor([[0.1173, 0.4194, 0.5779],
             [0.6029, 0.0513, 0.7861]], dtype=torch.float64)
     """
-    op = "uniforms"
-    _check_tensors(op, False, seeds=seeds, positions=positions)
-    _check_ints(op, n=n, stream=stream)
-    operators = resolve(op, backend, seeds.device)
-    found: Tensor = operators.uniforms(seeds, positions, n, stream=stream)
+    arguments = dict(seeds=seeds, positions=positions, n=n, stream=stream)
+    found: Tensor = _call("uniforms", backend, seeds, arguments)
     return found
 
 
@@ -1088,15 +993,12 @@ def tree_mask(parents: Tensor, *, backend: str = "auto") -> TreeMaskResult:
     >>> tree.depths
     tensor([[ 0,  1,  1,  2, -1]])
     """
-    op = "tree_mask"
-    _check_tensors(op, False, parents=parents)
-    operators = resolve(op, backend, parents.device)
-    found = TreeMaskResult(*operators.tree_mask(parents))
+    found = TreeMaskResult(*_call("tree_mask", backend, parents, dict(parents=parents)))
     if parents.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = found.status.nonzero()[:, 0].tolist()
         if wrong:
             fault = _tree_fault(parents[wrong[0]].tolist())
-            raise ValueError(f"{op}: parents of request {wrong[0]} are no tree: {fault}")
+            raise ValueError(f"tree_mask: parents of request {wrong[0]} are no tree: {fault}")
     return found
 
 
@@ -1156,18 +1058,10 @@ def compact_kv(
     >>> keys[0, :5, 0, 0]
     tensor([0., 1., 2., 4., 6.])
     """
-    op = "compact_kv"
-    _check_tensors(
-        op,
-        False,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        path=path,
-        num_accepted=num_accepted,
-        seq_lens=seq_lens,
+    arguments = dict(
+        k_cache=k_cache, v_cache=v_cache, path=path, num_accepted=num_accepted, seq_lens=seq_lens
     )
-    operators = resolve(op, backend, k_cache.device)
-    status: Tensor = operators.compact_kv(k_cache, v_cache, path, num_accepted, seq_lens)
+    status: Tensor = _call("compact_kv", backend, seq_lens, arguments)
     return status
 
 
@@ -1234,13 +1128,9 @@ def tree_attention(
     >>> out[0, :, 0, 0]  # equal scores: the means of places 0-2, 0-3 and 0-2 with 4
     tensor([2.0000, 3.0000, 3.5000])
     """
-    op = "tree_attention"
-    _check_tensors(
-        op, False, q=q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors, seq_lens=seq_lens
-    )
-    _check_floats(op, soft_cap=soft_cap, **({} if scale is None else {"scale": scale}))
-    operators = resolve(op, backend, q.device)
-    out: Tensor = operators.tree_attention(
-        q, k_cache, v_cache, ancestors, seq_lens, scale=scale, soft_cap=soft_cap
-    )
+    arguments = {
+        **dict(q=q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors),
+        **dict(seq_lens=seq_lens, scale=scale, soft_cap=soft_cap),
+    }
+    out: Tensor = _call("tree_attention", backend, seq_lens, arguments)
     return out

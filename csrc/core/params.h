@@ -63,12 +63,16 @@ struct TokenMap {
   const int32_t* broken = nullptr;   // not 0: an id out of range, or a repeated one
 };
 
-// Per-request sampling parameters, each [B] or absent.
+// The sampling parameters of a request, each [B] or absent: FLOATS(name) for float32, IDS(name) for
+// int32 or int64. Schemas, arguments and their checks are made from this list.
+#define SPECDEC_SAMPLING(FLOATS, IDS) FLOATS(temperature) IDS(top_k) FLOATS(top_p) FLOATS(min_p)
+
 struct SamplingParams {
-  Array<float> temperature;
-  IdArray top_k;
-  Array<float> top_p;
-  Array<float> min_p;
+#define SPECDEC_FLOATS(name) Array<float> name;
+#define SPECDEC_IDS(name) IdArray name;
+  SPECDEC_SAMPLING(SPECDEC_FLOATS, SPECDEC_IDS)
+#undef SPECDEC_FLOATS
+#undef SPECDEC_IDS
 };
 
 // Where the uniforms come from: given ones [B, n], or Philox counters from seeds and positions [B].

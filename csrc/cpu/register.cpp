@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../torch/operators.h"
 #include "../torch/registration.h"
 #include "kernels.h"
 
@@ -72,32 +73,10 @@ ThreadPool thread_pool() {
   return {run, static_cast<int64_t>(torch::stable::get_num_threads())};
 }
 
-struct Cpu {
-  static void row_law(const RowLawCall& call) {
-    variant().kernels->row_law(call.params, thread_pool());
-  }
-  static void sample(const SampleCall& call) {
-    variant().kernels->sample(call.params, thread_pool());
-  }
-  static void verify(const VerifyCall& call) {
-    variant().kernels->verify(call.params, thread_pool());
-  }
-  static void verify_tree(const VerifyTreeCall& call) {
-    variant().kernels->verify_tree(call.params, thread_pool());
-  }
-  static void acceptance(const AcceptanceCall& call) {
-    variant().kernels->acceptance(call.params, thread_pool());
-  }
-  static void uniforms(const UniformsCall& call) {
-    variant().kernels->uniforms(call.params, thread_pool());
-  }
-  static void tree_mask(const TreeMaskCall& call) {
-    variant().kernels->tree_mask(call.params, thread_pool());
-  }
-  static void compact_kv(const CompactKvCall& call) {
-    variant().kernels->compact_kv(call.params, thread_pool());
-  }
-};
+template <auto Kernel, typename Call>
+void run(const Call& call) {
+  (variant().kernels->*Kernel)(call.params, thread_pool());
+}
 
 }  // namespace
 }  // namespace specdec
@@ -123,4 +102,10 @@ extern "C" __attribute__((visibility("default"))) const char* specdec_cpu_varian
       "baseline";
 }
 
-SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) { specdec::implement_operators<specdec::Cpu>(m); }
+SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
+  using namespace specdec;
+#define SPECDEC_IMPLEMENT(name, Name) \
+  m.impl(#name, Operator<check_##name, run<&Kernels::name, Name##Call>>::boxed);
+  SPECDEC_KERNELS(SPECDEC_IMPLEMENT)
+#undef SPECDEC_IMPLEMENT
+}

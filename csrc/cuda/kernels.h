@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/params.h"
+#include "../torch/operators.h"
 
 namespace specdec {
 namespace cuda {
@@ -14,14 +15,9 @@ struct Gpu {
   void* context;
 };
 
-void row_law(const RowLawParams&, const Gpu&);
-void sample(const SampleParams&, const Gpu&);
-void verify(const VerifyParams&, const Gpu&);
-void verify_tree(const VerifyTreeParams&, const Gpu&);
-void acceptance(const AcceptanceParams&, const Gpu&);
-void uniforms(const UniformsParams&, const Gpu&);
-void tree_mask(const TreeMaskParams&, const Gpu&);
-void compact_kv(const CompactKvParams&, const Gpu&);
+#define SPECDEC_DECLARE(name, Name) void name(const Name##Params&, const Gpu&);
+SPECDEC_KERNELS(SPECDEC_DECLARE)
+#undef SPECDEC_DECLARE
 
 }  // namespace cuda
 }  // namespace specdec

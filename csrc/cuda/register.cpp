@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../torch/operators.h"
 #include "../torch/registration.h"
 #include "kernels.h"
 
@@ -34,7 +35,7 @@ struct Scratch {
   }
 };
 
-template <auto Kernels, typename Call>
+template <auto Kernel, typename Call>
 void run(const Call& call) {
   const Tensor& output = first_of(call.outputs);
   const int32_t device = output.get_device_index();
@@ -42,21 +43,16 @@ void run(const Call& call) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   Scratch scratch{output, {}};
-  Kernels(call.params, cuda::Gpu{stream, Scratch::allocate, &scratch});
+  Kernel(call.params, cuda::Gpu{stream, Scratch::allocate, &scratch});
 }
-
-struct Cuda {
-  static void row_law(const RowLawCall& call) { run<cuda::row_law>(call); }
-  static void sample(const SampleCall& call) { run<cuda::sample>(call); }
-  static void verify(const VerifyCall& call) { run<cuda::verify>(call); }
-  static void verify_tree(const VerifyTreeCall& call) { run<cuda::verify_tree>(call); }
-  static void acceptance(const AcceptanceCall& call) { run<cuda::acceptance>(call); }
-  static void uniforms(const UniformsCall& call) { run<cuda::uniforms>(call); }
-  static void tree_mask(const TreeMaskCall& call) { run<cuda::tree_mask>(call); }
-  static void compact_kv(const CompactKvCall& call) { run<cuda::compact_kv>(call); }
-};
 
 }  // namespace
 }  // namespace specdec
 
-SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CUDA, m) { specdec::implement_operators<specdec::Cuda>(m); }
+SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CUDA, m) {
+  using namespace specdec;
+#define SPECDEC_IMPLEMENT(name, Name) \
+  m.impl(#name, Operator<check_##name, run<cuda::name, Name##Call>>::boxed);
+  SPECDEC_KERNELS(SPECDEC_IMPLEMENT)
+#undef SPECDEC_IMPLEMENT
+}

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../cuda/kernels.h"
+#include "../torch/operators.h"
 #include "../torch/registration.h"
 #include "fibres.h"
 
@@ -62,10 +63,10 @@ struct Scratch {
   }
 };
 
-template <auto Kernels, typename Call>
+template <auto Kernel, typename Call>
 void run(const Call& call) {
   Scratch scratch;
-  Kernels(call.params, cuda::Gpu{nullptr, Scratch::allocate, &scratch});
+  Kernel(call.params, cuda::Gpu{nullptr, Scratch::allocate, &scratch});
   for (const Block& block : scratch.blocks) {
     if (block.intact()) continue;
     throw std::runtime_error("kernels wrote past the end of " + std::to_string(block.bytes) +
@@ -73,22 +74,15 @@ void run(const Call& call) {
   }
 }
 
-struct Fibres {
-  static void row_law(const RowLawCall& call) { run<cuda::row_law>(call); }
-  static void sample(const SampleCall& call) { run<cuda::sample>(call); }
-  static void verify(const VerifyCall& call) { run<cuda::verify>(call); }
-  static void verify_tree(const VerifyTreeCall& call) { run<cuda::verify_tree>(call); }
-  static void acceptance(const AcceptanceCall& call) { run<cuda::acceptance>(call); }
-  static void uniforms(const UniformsCall& call) { run<cuda::uniforms>(call); }
-  static void tree_mask(const TreeMaskCall& call) { run<cuda::tree_mask>(call); }
-  static void compact_kv(const CompactKvCall& call) { run<cuda::compact_kv>(call); }
-};
-
 }  // namespace
 }  // namespace specdec
 
 SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
-  specdec::implement_operators<specdec::Fibres>(m);
+  using namespace specdec;
+#define SPECDEC_IMPLEMENT(name, Name) \
+  m.impl(#name, Operator<check_##name, run<cuda::name, Name##Call>>::boxed);
+  SPECDEC_KERNELS(SPECDEC_IMPLEMENT)
+#undef SPECDEC_IMPLEMENT
 }
 
 // ---- for ctypes

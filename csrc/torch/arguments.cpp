@@ -2,8 +2,8 @@
 
 #include <cmath>
 #include <sstream>
+#include <utility>
 
-#include "../core/request.h"
 #include "checker.h"
 #include "outputs.h"
 
@@ -75,69 +75,38 @@ TokenMap check_map(const Checker& check, const OptionalTensor& t, int64_t num_en
   return map;
 }
 
-struct SamplingTensors {
-  const OptionalTensor& temperature;
-  const OptionalTensor& top_k;
-  const OptionalTensor& top_p;
-  const OptionalTensor& min_p;
-  const char* names[4];
-};
-
-SamplingParams check_sampling(const Checker& check, const SamplingTensors& t, int64_t batch) {
-  SamplingParams p;
-  p.temperature = check.floats(t.temperature, t.names[0], {batch});
-  p.top_k = check.ids(t.top_k, t.names[1], "[B]", {batch});
-  p.top_p = check.floats(t.top_p, t.names[2], {batch});
-  p.min_p = check.floats(t.min_p, t.names[3], {batch});
+// Parameters of the target's law, or of the draft's: the target's where those are not given.
+SamplingParams check_sampling(const Checker& check, const SamplingArguments& given, int64_t batch,
+                              const SamplingParams* target = nullptr) {
+  SamplingParams p = target != nullptr ? *target : SamplingParams{};
+#define SPECDEC_NAME(name) (target != nullptr ? "draft_" #name : #name)
+#define SPECDEC_FLOATS(name) \
+  if (given.name.has_value()) p.name = check.floats(given.name, SPECDEC_NAME(name), {batch});
+#define SPECDEC_IDS(name) \
+  if (given.name.has_value()) p.name = check.ids(given.name, SPECDEC_NAME(name), "[B]", {batch});
+  SPECDEC_SAMPLING(SPECDEC_FLOATS, SPECDEC_IDS)
+#undef SPECDEC_NAME
+#undef SPECDEC_FLOATS
+#undef SPECDEC_IDS
   return p;
 }
 
-SamplingParams target_sampling(const Checker& check, const OptionalTensor& temperature,
-                               const OptionalTensor& top_k, const OptionalTensor& top_p,
-                               const OptionalTensor& min_p, int64_t batch) {
-  return check_sampling(
-      check, {temperature, top_k, top_p, min_p, {"temperature", "top_k", "top_p", "min_p"}}, batch);
-}
-
-// The draft's own parameters where given, the target's elsewhere.
-SamplingParams draft_sampling(const Checker& check, const OptionalTensor& temperature,
-                              const OptionalTensor& top_k, const OptionalTensor& top_p,
-                              const OptionalTensor& min_p, const SamplingParams& target,
-                              int64_t batch) {
-  SamplingParams p =
-      check_sampling(check,
-                     {temperature,
-                      top_k,
-                      top_p,
-                      min_p,
-                      {"draft_temperature", "draft_top_k", "draft_top_p", "draft_min_p"}},
-                     batch);
-  if (!temperature.has_value()) p.temperature = target.temperature;
-  if (!top_k.has_value()) p.top_k = target.top_k;
-  if (!top_p.has_value()) p.top_p = target.top_p;
-  if (!min_p.has_value()) p.min_p = target.min_p;
-  return p;
-}
-
-// Exactly one source of randomness; `uniforms` has `n` slots a request (0: it is [B]).
-Randomness check_randomness(const Checker& check, const OptionalTensor& uniforms,
-                            const OptionalTensor& seeds, const OptionalTensor& positions,
-                            int64_t stream, int64_t batch, int64_t n, bool required,
-                            const char* symbols = "[B, G+1]") {
-  check.in_range("stream", stream, 0, kMaxStream);
-  check.require(seeds.has_value() == positions.has_value(),
+// Exactly one source of randomness; `symbols` is the shape of uniforms.
+Randomness check_randomness(const Checker& check, const RandomnessArguments& given, int64_t batch,
+                            const char* symbols, Shape shape, bool required) {
+  check.in_range("stream", given.stream, 0, kMaxStream);
+  check.require(given.seeds.has_value() == given.positions.has_value(),
                 std::string("seeds and positions belong together, got only ") +
-                    (seeds.has_value() ? "seeds" : "positions"));
-  check.require(!uniforms.has_value() || !seeds.has_value(),
+                    (given.seeds.has_value() ? "seeds" : "positions"));
+  check.require(!given.uniforms.has_value() || !given.seeds.has_value(),
                 "expected either uniforms or seeds and positions, got both");
-  check.require(uniforms.has_value() || seeds.has_value() || !required,
+  check.require(given.uniforms.has_value() || given.seeds.has_value() || !required,
                 "expected uniforms, or seeds and positions, got neither");
   Randomness r;
-  r.uniforms = n > 0 ? check.doubles(uniforms, "uniforms", symbols, {batch, n})
-                     : check.doubles(uniforms, "uniforms", "[B]", {batch});
-  r.seeds = check.longs(seeds, "seeds", {batch});
-  r.positions = check.longs(positions, "positions", {batch});
-  r.stream = static_cast<uint32_t>(stream);
+  r.uniforms = check.doubles(given.uniforms, "uniforms", symbols, shape);
+  r.seeds = check.longs(given.seeds, "seeds", {batch});
+  r.positions = check.longs(given.positions, "positions", {batch});
+  r.stream = static_cast<uint32_t>(given.stream);
   return r;
 }
 
@@ -170,56 +139,115 @@ RelaxedParams check_relaxed(const Checker& check, double lenience, int64_t beta,
 }
 
 // Which of the arguments about the draft's law may be given together.
-void check_draft_law(const Checker& check, bool logits, bool probs, bool filters, bool rows,
-                     bool map) {
+void check_draft_law(const Checker& check, const RowArguments& rows,
+                     const SamplingArguments& sampling) {
+  const bool logits = rows.draft_logits.has_value(), probs = rows.draft_probs.has_value();
   check.require(!logits || !probs,
                 "expected at most one of draft_logits and draft_probs, got both");
   check.require(
-      !probs || !filters,
+      !probs || !sampling.any(),
       "draft_temperature, draft_top_k, draft_top_p and draft_min_p apply to draft_logits, "
       "got draft_probs");
-  check.require(logits || probs || (!filters && !rows),
+  check.require(logits || probs || (!sampling.any() && !rows.draft_rows.has_value()),
                 "draft_rows and draft_ sampling parameters need draft_logits or draft_probs, got "
                 "neither");
-  check.require(logits || probs || !map,
+  check.require(logits || probs || !rows.draft_token_ids.has_value(),
                 "draft_token_ids needs draft_logits or draft_probs, got neither");
+}
+
+// The rows of a chain's draft.
+void check_draft_rows(const Checker& check, const Tensor& draft, const char* name,
+                      const OptionalTensor& index, VerifyParams* p) {
+  p->draft = check_rows(check, draft, name, "[B, G, Vd]", "[Rd, Vd]", index, "draft_rows", "[B, G]",
+                        p->batch, p->gamma);
+}
+
+// Those of a tree's; without `index`, row v belongs to node v.
+void check_draft_rows(const Checker& check, const Tensor& draft, const char* name,
+                      const OptionalTensor& index, VerifyTreeParams* p) {
+  const bool has_index = index.has_value();
+  check.vocabulary_rows(draft, name, has_index ? "[B, R, Vd]" : "[B, N, Vd]",
+                        {p->batch, has_index ? -1 : p->nodes, -1});
+  p->draft = dense_rows(draft);
+  p->draft_rows = draft.size(1);
+  p->draft_row_of = check.ids(index, "draft_rows", "[B, N]", {p->batch, p->nodes});
+}
+
+// What the verifiers take beside what was drafted.
+struct VerifierArguments {
+  const Tensor& target_logits;
+  const RowArguments& rows;
+  const RandomnessArguments& randomness;
+  const SamplingArguments& sampling;
+  const SamplingArguments& draft_sampling;
+  const NamedRule& rule;
+  bool raw_logprobs;
+};
+
+// Where a request has a target row, a mask and a uniform each: [B, G+1] or [B, N].
+struct Places {
+  int64_t batch, number;
+  const char* symbols;
+  const char* logits;
+  const char* mask;
+};
+
+// Checks what both verifiers take. Who drafted how many tokens is in the parameters already.
+template <typename Params>
+void check_verifier(const Checker& check, const VerifierArguments& given, const Places& places,
+                    Params* p) {
+  const RowArguments& rows = given.rows;
+  const int64_t batch = places.batch, number = places.number;
+  p->rule = given.rule.rule;
+  p->raw_logprobs = given.raw_logprobs || (given.rule.traits & kRawLogprobs) != 0;
+  p->target = check_rows(check, given.target_logits, "target_logits", places.logits, "[R, V]",
+                         rows.target_rows, "target_rows", places.symbols, batch, number);
+  const int64_t vocab = p->target.vocab;
+  check_draft_law(check, rows, given.draft_sampling);
+  p->mask =
+      check_mask(check, rows.allowed_mask, places.mask, {batch, number, words_for(vocab)}, vocab);
+  p->draft_is_probs = rows.draft_probs.has_value();
+  if (rows.draft_logits.has_value() || p->draft_is_probs) {
+    check_draft_rows(check, p->draft_is_probs ? *rows.draft_probs : *rows.draft_logits,
+                     p->draft_is_probs ? "draft_probs" : "draft_logits", rows.draft_rows, p);
+    p->map = check_map(check, rows.draft_token_ids, p->draft.vocab, vocab);
+    if ((given.rule.traits & kReadsDraftLaw) == 0) p->map = TokenMap{};
+  }
+  p->target_sampling = check_sampling(check, given.sampling, batch);
+  p->draft_sampling = check_sampling(check, given.draft_sampling, batch, &p->target_sampling);
+  check.require(
+      (given.rule.traits & kRaces) == 0 || !given.randomness.uniforms.has_value(),
+      std::string("rule \"") + given.rule.name + "\" needs seeds and positions, got uniforms");
+  p->randomness = check_randomness(check, given.randomness, batch, places.symbols, {batch, number},
+                                   (given.rule.traits & (kTakesCoins | kRaces)) != 0);
 }
 
 }  // namespace
 
-RowLawCall check_row_law(Tensor logits, OptionalTensor temperature, OptionalTensor top_k,
-                         OptionalTensor top_p, OptionalTensor min_p, OptionalTensor allowed_mask) {
+RowLawCall check_row_law(const Tensor& logits, const OptionalTensor& allowed_mask,
+                         const SamplingArguments& sampling) {
   const Checker check("row_law", logits);
   check.vocabulary_rows(logits, "logits", "[R, V]", {-1, -1});
-  const int64_t rows = logits.size(0);
-  RowLawCall call{{},
-                  {new_tensor(logits, {rows}, ScalarType::Float),
-                   new_tensor(logits, {rows}, ScalarType::Double),
-                   new_tensor(logits, {rows}, ScalarType::Float),
-                   new_tensor(logits, {rows}, ScalarType::Double),
-                   new_tensor(logits, {rows}, ScalarType::Long)}};
-  RowLawParams& p = call.params;
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  RowLawParams p;
   p.rows = rows;
   p.logits = dense_rows(logits);
-  const int64_t words = words_for(logits.size(1));
-  p.mask = check_mask(check, allowed_mask, "[R, ceil(V/32)]", {rows, words}, logits.size(1));
-  p.sampling = target_sampling(check, temperature, top_k, top_p, min_p, rows);
-  p.max = data_of<float>(std::get<0>(call.outputs));
-  p.scale = data_of<double>(std::get<1>(call.outputs));
-  p.cutoff = data_of<float>(std::get<2>(call.outputs));
-  p.log_z = data_of<double>(std::get<3>(call.outputs));
-  p.argmax = data_of<int64_t>(std::get<4>(call.outputs));
-  return call;
+  p.mask = check_mask(check, allowed_mask, "[R, ceil(V/32)]", {rows, words_for(vocab)}, vocab);
+  p.sampling = check_sampling(check, sampling, rows);
+  std::tuple outputs{new_output(logits, {rows}, &p.max), new_output(logits, {rows}, &p.scale),
+                     new_output(logits, {rows}, &p.cutoff), new_output(logits, {rows}, &p.log_z),
+                     new_output(logits, {rows}, &p.argmax)};
+  return {p, std::move(outputs)};
 }
 
-SampleCall check_sample(Tensor logits, OptionalTensor uniforms, OptionalTensor seeds,
-                        OptionalTensor positions, int64_t draft_index, int64_t domain,
-                        int64_t stream, OptionalTensor temperature, OptionalTensor top_k,
-                        OptionalTensor top_p, OptionalTensor min_p, OptionalTensor allowed_mask,
-                        OptionalTensor draft_token_ids) {
+SampleCall check_sample(const Tensor& logits, const OptionalTensor& uniforms,
+                        const OptionalTensor& allowed_mask, const OptionalTensor& draft_token_ids,
+                        const OptionalTensor& seeds, const OptionalTensor& positions,
+                        int64_t draft_index, int64_t domain, int64_t stream,
+                        const SamplingArguments& sampling) {
   const Checker check("sample", logits);
   check.vocabulary_rows(logits, "logits", "[B, V]", {-1, -1});
-  const int64_t batch = logits.size(0);
+  const int64_t batch = logits.size(0), vocab = logits.size(1);
   check.in_range("draft_index", draft_index, 0, kMaxGamma + 2);
   // ACCEPT counters belong to verify's coins: a token drawn with one would bias the test of it.
   check.require(
@@ -227,208 +255,118 @@ SampleCall check_sample(Tensor logits, OptionalTensor uniforms, OptionalTensor s
       "domain must be 1 (RESIDUAL), 2 (DRAFT) or 3 (COUPLED), got " + std::to_string(domain));
   check.require(domain != 3 || !uniforms.has_value(),
                 "domain 3 (COUPLED) needs seeds and positions, got uniforms");
-  SampleCall call{{},
-                  {new_tensor(logits, {batch}, ScalarType::Long),
-                   new_tensor(logits, {batch}, ScalarType::Float)}};
-  SampleParams& p = call.params;
+  SampleParams p;
   p.batch = batch;
   p.logits = dense_rows(logits);
-  const int64_t vocab = logits.size(1);
   const bool is_mapped = draft_token_ids.has_value();
   p.mask = check_mask(check, allowed_mask, is_mapped ? "[B, W]" : "[B, ceil(V/32)]",
                       {batch, is_mapped ? -1 : words_for(vocab)}, vocab);
   if (is_mapped && allowed_mask.has_value()) p.mask.num_tokens = 32 * allowed_mask->size(1);
   p.map = check_map(check, draft_token_ids, vocab, kMaxTokens);
-  p.sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
-  p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, 0, true);
+  p.sampling = check_sampling(check, sampling, batch);
+  p.randomness =
+      check_randomness(check, {uniforms, seeds, positions, stream}, batch, "[B]", {batch}, true);
   p.domain = static_cast<uint32_t>(domain);
   p.draft_index = static_cast<uint32_t>(draft_index);
-  p.tokens = data_of<int64_t>(std::get<0>(call.outputs));
-  p.logprobs = data_of<float>(std::get<1>(call.outputs));
-  return call;
+  std::tuple outputs{new_output(logits, {batch}, &p.tokens),
+                     new_output(logits, {batch}, &p.logprobs)};
+  return {p, std::move(outputs)};
 }
 
-VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTensor draft_logits,
-                        OptionalTensor draft_probs, OptionalTensor draft_kinds,
-                        OptionalTensor draft_lengths, OptionalTensor target_rows,
-                        OptionalTensor draft_rows, OptionalTensor uniforms, OptionalTensor seeds,
-                        OptionalTensor positions, int64_t stream, OptionalTensor temperature,
-                        OptionalTensor top_k, OptionalTensor top_p, OptionalTensor min_p,
-                        OptionalTensor draft_temperature, OptionalTensor draft_top_k,
-                        OptionalTensor draft_top_p, OptionalTensor draft_min_p, std::string rule,
-                        double lenience, int64_t beta, double tau, double epsilon, double delta,
-                        bool full_accept_probs, bool raw_logprobs, OptionalTensor allowed_mask,
-                        OptionalTensor draft_token_ids) {
+VerifyCall check_verify(const Tensor& target_logits, const Tensor& draft_tokens,
+                        const RowArguments& rows, const OptionalTensor& draft_kinds,
+                        const OptionalTensor& draft_lengths, const RandomnessArguments& randomness,
+                        const SamplingArguments& sampling, const SamplingArguments& draft_sampling,
+                        const std::string& rule, double lenience, int64_t beta, double tau,
+                        double epsilon, double delta, bool full_accept_probs, bool raw_logprobs) {
   const Checker check("verify", target_logits);
-  VerifyParams p;
   const NamedRule& named = check_rule(check, kChains, rule);
-  p.rule = named.rule;
+  VerifyParams p;
   p.relaxed = check_relaxed(check, lenience, beta, tau, epsilon, delta);
   p.draft_tokens = check.ids(draft_tokens, "draft_tokens", "[B, G]", {-1, -1});
-  const int64_t batch = draft_tokens.size(0);
-  const int64_t gamma = draft_tokens.size(1);
+  const int64_t batch = p.batch = draft_tokens.size(0);
+  const int64_t gamma = p.gamma = draft_tokens.size(1);
   check.require(gamma <= kMaxGamma,
                 "draft_tokens must have at most 65534 columns, got " + describe(draft_tokens));
-  p.batch = batch;
-  p.gamma = gamma;
-  p.target = check_rows(check, target_logits, "target_logits", "[B, G+1, V]", "[R, V]", target_rows,
-                        "target_rows", "[B, G+1]", batch, gamma + 1);
-
-  const OptionalTensor& draft = draft_logits.has_value() ? draft_logits : draft_probs;
-  const bool has_filters = draft_temperature.has_value() || draft_top_k.has_value() ||
-                           draft_top_p.has_value() || draft_min_p.has_value();
-  check_draft_law(check, draft_logits.has_value(), draft_probs.has_value(), has_filters,
-                  draft_rows.has_value(), draft_token_ids.has_value());
-  const int64_t vocab = p.target.vocab;
-  p.mask = check_mask(check, allowed_mask, "[B, G+1, ceil(V/32)]",
-                      {batch, gamma + 1, words_for(vocab)}, vocab);
-  if (draft.has_value()) {
-    p.draft =
-        check_rows(check, *draft, draft_logits.has_value() ? "draft_logits" : "draft_probs",
-                   "[B, G, Vd]", "[Rd, Vd]", draft_rows, "draft_rows", "[B, G]", batch, gamma);
-    p.draft_is_probs = draft_probs.has_value();
-    p.map = check_map(check, draft_token_ids, p.draft.vocab, vocab);
-    if (!SPECDEC_CPU_ISA::reads_draft_law(p.rule)) p.map = TokenMap{};
-  }
   p.draft_kinds = check.bytes(draft_kinds, "draft_kinds", "[B, G]", {batch, gamma});
   p.draft_lengths = check.ids(draft_lengths, "draft_lengths", "[B]", {batch});
-  p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
-  p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
-                                    p.target_sampling, batch);
-  check.require((named.traits & kRaces) == 0 || !uniforms.has_value(),
-                "rule \"" + rule + "\" needs seeds and positions, got uniforms");
-  p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, gamma + 1,
-                                  !SPECDEC_CPU_ISA::ignores_sampling(p.rule));
   p.full_accept_probs = full_accept_probs;
-  p.raw_logprobs = raw_logprobs || (named.traits & kRawLogprobs) != 0;
-
-  VerifyCall call{p,
-                  {new_tensor(target_logits, {batch, gamma + 1}, ScalarType::Long),
-                   new_tensor(target_logits, {batch}, ScalarType::Int),
-                   new_tensor(target_logits, {batch, gamma + 1}, ScalarType::Float),
-                   new_tensor(target_logits, {batch, gamma}, ScalarType::Float),
-                   new_tensor(target_logits, {batch}, ScalarType::Int)}};
-  call.params.tokens = data_of<int64_t>(std::get<0>(call.outputs));
-  call.params.num_accepted = data_of<int32_t>(std::get<1>(call.outputs));
-  call.params.logprobs = data_of<float>(std::get<2>(call.outputs));
-  call.params.accept_probs = data_of<float>(std::get<3>(call.outputs));
-  call.params.status = data_of<int32_t>(std::get<4>(call.outputs));
-  return call;
+  check_verifier(check,
+                 {target_logits, rows, randomness, sampling, draft_sampling, named, raw_logprobs},
+                 {batch, gamma + 1, "[B, G+1]", "[B, G+1, V]", "[B, G+1, ceil(V/32)]"}, &p);
+  std::tuple outputs{new_output(target_logits, {batch, gamma + 1}, &p.tokens),
+                     new_output(target_logits, {batch}, &p.num_accepted),
+                     new_output(target_logits, {batch, gamma + 1}, &p.logprobs),
+                     new_output(target_logits, {batch, gamma}, &p.accept_probs),
+                     new_output(target_logits, {batch}, &p.status)};
+  return {p, std::move(outputs)};
 }
 
-VerifyTreeCall check_verify_tree(Tensor target_logits, Tensor tokens, Tensor parents,
-                                 OptionalTensor draft_logits, OptionalTensor draft_probs,
-                                 OptionalTensor kinds, OptionalTensor draft_rows,
-                                 OptionalTensor target_rows, OptionalTensor uniforms,
-                                 OptionalTensor seeds, OptionalTensor positions, int64_t stream,
-                                 OptionalTensor temperature, OptionalTensor top_k,
-                                 OptionalTensor top_p, OptionalTensor min_p,
-                                 OptionalTensor draft_temperature, OptionalTensor draft_top_k,
-                                 OptionalTensor draft_top_p, OptionalTensor draft_min_p,
-                                 std::string rule, bool raw_logprobs, OptionalTensor allowed_mask,
-                                 OptionalTensor draft_token_ids) {
+VerifyTreeCall check_verify_tree(const Tensor& target_logits, const Tensor& tokens,
+                                 const Tensor& parents, const RowArguments& rows,
+                                 const OptionalTensor& kinds, const RandomnessArguments& randomness,
+                                 const SamplingArguments& sampling,
+                                 const SamplingArguments& draft_sampling, const std::string& rule,
+                                 bool raw_logprobs) {
   const Checker check("verify_tree", target_logits);
-  VerifyTreeParams p;
   const NamedRule& named = check_rule(check, kTrees, rule);
-  p.rule = named.rule;
+  VerifyTreeParams p;
   p.tokens = check.ids(tokens, "tokens", "[B, N]", {-1, -1});
-  const int64_t batch = tokens.size(0);
-  const int64_t nodes = tokens.size(1);
+  const int64_t batch = p.batch = tokens.size(0);
+  const int64_t nodes = p.nodes = tokens.size(1);
   check.require(nodes >= 1 && nodes <= kMaxNodes,
                 "tokens must have 1 to 1024 nodes, the root included, got " + describe(tokens));
-  p.batch = batch;
-  p.nodes = nodes;
   p.parents = check.ids(parents, "parents", "[B, N]", {batch, nodes});
-  p.target = check_rows(check, target_logits, "target_logits", "[B, N, V]", "[R, V]", target_rows,
-                        "target_rows", "[B, N]", batch, nodes);
-  const int64_t vocab = p.target.vocab;
-
-  const OptionalTensor& draft = draft_logits.has_value() ? draft_logits : draft_probs;
-  const bool has_filters = draft_temperature.has_value() || draft_top_k.has_value() ||
-                           draft_top_p.has_value() || draft_min_p.has_value();
-  check_draft_law(check, draft_logits.has_value(), draft_probs.has_value(), has_filters,
-                  draft_rows.has_value(), draft_token_ids.has_value());
-  p.mask = check_mask(check, allowed_mask, "[B, N, ceil(V/32)]", {batch, nodes, words_for(vocab)},
-                      vocab);
-  if (draft.has_value()) {
-    const char* name = draft_logits.has_value() ? "draft_logits" : "draft_probs";
-    // Without draft_rows, row v belongs to node v.
-    const bool has_rows = draft_rows.has_value();
-    check.vocabulary_rows(*draft, name, has_rows ? "[B, R, Vd]" : "[B, N, Vd]",
-                          {batch, has_rows ? -1 : nodes, -1});
-    p.draft = dense_rows(*draft);
-    p.draft_rows = draft->size(1);
-    p.draft_is_probs = draft_probs.has_value();
-    p.draft_row_of = check.ids(draft_rows, "draft_rows", "[B, N]", {batch, nodes});
-    p.map = check_map(check, draft_token_ids, p.draft.vocab, vocab);
-    if (!SPECDEC_CPU_ISA::reads_draft_law(p.rule)) p.map = TokenMap{};
-  }
   p.kinds = check.bytes(kinds, "kinds", "[B, N]", {batch, nodes});
-  p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, batch);
-  p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
-                                    p.target_sampling, batch);
-  check.require((named.traits & kRaces) == 0 || !uniforms.has_value(),
-                "rule \"" + rule + "\" needs seeds and positions, got uniforms");
-  p.randomness = check_randomness(check, uniforms, seeds, positions, stream, batch, nodes,
-                                  !SPECDEC_CPU_ISA::ignores_sampling(p.rule), "[B, N]");
-  p.raw_logprobs = raw_logprobs || (named.traits & kRawLogprobs) != 0;
-
-  VerifyTreeCall call{p,
-                      {new_tensor(target_logits, {batch, nodes}, ScalarType::Long),
-                       new_tensor(target_logits, {batch, nodes}, ScalarType::Long),
-                       new_tensor(target_logits, {batch}, ScalarType::Int),
-                       new_tensor(target_logits, {batch, nodes}, ScalarType::Float),
-                       new_tensor(target_logits, {batch, nodes}, ScalarType::Float),
-                       new_tensor(target_logits, {batch}, ScalarType::Int)}};
-  call.params.out_tokens = data_of<int64_t>(std::get<0>(call.outputs));
-  call.params.path = data_of<int64_t>(std::get<1>(call.outputs));
-  call.params.num_accepted = data_of<int32_t>(std::get<2>(call.outputs));
-  call.params.logprobs = data_of<float>(std::get<3>(call.outputs));
-  call.params.accept_probs = data_of<float>(std::get<4>(call.outputs));
-  call.params.status = data_of<int32_t>(std::get<5>(call.outputs));
-  return call;
+  check_verifier(check,
+                 {target_logits, rows, randomness, sampling, draft_sampling, named, raw_logprobs},
+                 {batch, nodes, "[B, N]", "[B, N, V]", "[B, N, ceil(V/32)]"}, &p);
+  std::tuple outputs{new_output(target_logits, {batch, nodes}, &p.out_tokens),
+                     new_output(target_logits, {batch, nodes}, &p.path),
+                     new_output(target_logits, {batch}, &p.num_accepted),
+                     new_output(target_logits, {batch, nodes}, &p.logprobs),
+                     new_output(target_logits, {batch, nodes}, &p.accept_probs),
+                     new_output(target_logits, {batch}, &p.status)};
+  return {p, std::move(outputs)};
 }
 
-AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
-                                OptionalTensor temperature, OptionalTensor top_k,
-                                OptionalTensor top_p, OptionalTensor min_p,
-                                OptionalTensor draft_temperature, OptionalTensor draft_top_k,
-                                OptionalTensor draft_top_p, OptionalTensor draft_min_p,
-                                OptionalTensor allowed_mask, OptionalTensor draft_token_ids) {
+AcceptanceCall check_acceptance(const Tensor& target_logits, const Tensor& draft_logits,
+                                const OptionalTensor& allowed_mask,
+                                const OptionalTensor& draft_token_ids,
+                                const SamplingArguments& sampling,
+                                const SamplingArguments& draft_sampling) {
   const Checker check("acceptance", target_logits);
   check.vocabulary_rows(target_logits, "target_logits", "[R, V]", {-1, -1});
   const int64_t rows = target_logits.size(0);
   check.vocabulary_rows(draft_logits, "draft_logits", "[R, Vd]", {rows, -1});
-  AcceptanceCall call{{}, new_tensor(target_logits, {rows}, ScalarType::Float)};
-  AcceptanceParams& p = call.params;
+  AcceptanceParams p;
   p.rows = rows;
   p.target = dense_rows(target_logits);
   p.draft = dense_rows(draft_logits);
   const int64_t vocab = p.target.vocab;
   p.mask = check_mask(check, allowed_mask, "[R, ceil(V/32)]", {rows, words_for(vocab)}, vocab);
   p.map = check_map(check, draft_token_ids, p.draft.vocab, vocab);
-  p.target_sampling = target_sampling(check, temperature, top_k, top_p, min_p, rows);
-  p.draft_sampling = draft_sampling(check, draft_temperature, draft_top_k, draft_top_p, draft_min_p,
-                                    p.target_sampling, rows);
-  p.acceptance = data_of<float>(call.outputs);
-  return call;
+  p.target_sampling = check_sampling(check, sampling, rows);
+  p.draft_sampling = check_sampling(check, draft_sampling, rows, &p.target_sampling);
+  Tensor acceptance = new_output(target_logits, {rows}, &p.acceptance);
+  return {p, std::move(acceptance)};
 }
 
-UniformsCall check_uniforms(Tensor seeds, Tensor positions, int64_t n, int64_t stream) {
+UniformsCall check_uniforms(const Tensor& seeds, const Tensor& positions, int64_t n,
+                            int64_t stream) {
   const Checker check("uniforms", seeds);
   check.in_range("n", n, 1, kMaxGamma + 2);
   check.in_range("stream", stream, 0, kMaxStream);
   check.longs(seeds, "seeds", {-1});
   const int64_t batch = seeds.size(0);
-  UniformsCall call{{}, new_tensor(seeds, {batch, n}, ScalarType::Double)};
-  UniformsParams& p = call.params;
+  UniformsParams p;
   p.batch = batch;
   p.n = n;
   p.randomness.seeds = check.longs(seeds, "seeds", {batch});
   p.randomness.positions = check.longs(positions, "positions", {batch});
   p.randomness.stream = static_cast<uint32_t>(stream);
-  p.uniforms = data_of<double>(call.outputs);
-  return call;
+  Tensor uniforms = new_output(seeds, {batch, n}, &p.uniforms);
+  return {p, std::move(uniforms)};
 }
 
 }  // namespace specdec

@@ -38,57 +38,102 @@ using TreeMaskCall = Call<TreeMaskParams, std::tuple<Tensor, Tensor, Tensor>>;
 using CompactKvCall = Call<CompactKvParams, Tensor>;
 using TreeAttentionCall = Call<TreeAttentionParams, Tensor>;
 
-// Parameters in the order of library.cpp.
+// ---- what several operators take ---
 
-RowLawCall check_row_law(Tensor logits, OptionalTensor temperature, OptionalTensor top_k,
-                         OptionalTensor top_p, OptionalTensor min_p, OptionalTensor allowed_mask);
+// The members of a group stand in the schema one after the other; `each` visits them in that order.
+template <typename T>
+constexpr bool is_group = false;
 
-SampleCall check_sample(Tensor logits, OptionalTensor uniforms, OptionalTensor seeds,
-                        OptionalTensor positions, int64_t draft_index, int64_t domain,
-                        int64_t stream, OptionalTensor temperature, OptionalTensor top_k,
-                        OptionalTensor top_p, OptionalTensor min_p, OptionalTensor allowed_mask,
-                        OptionalTensor draft_token_ids);
+// The sampling parameters of the target's law, or of the draft's.
+struct SamplingArguments {
+#define SPECDEC_MEMBER(name) OptionalTensor name;
+  SPECDEC_SAMPLING(SPECDEC_MEMBER, SPECDEC_MEMBER)
+#undef SPECDEC_MEMBER
 
-VerifyCall check_verify(Tensor target_logits, Tensor draft_tokens, OptionalTensor draft_logits,
-                        OptionalTensor draft_probs, OptionalTensor draft_kinds,
-                        OptionalTensor draft_lengths, OptionalTensor target_rows,
-                        OptionalTensor draft_rows, OptionalTensor uniforms, OptionalTensor seeds,
-                        OptionalTensor positions, int64_t stream, OptionalTensor temperature,
-                        OptionalTensor top_k, OptionalTensor top_p, OptionalTensor min_p,
-                        OptionalTensor draft_temperature, OptionalTensor draft_top_k,
-                        OptionalTensor draft_top_p, OptionalTensor draft_min_p, std::string rule,
-                        double lenience, int64_t beta, double tau, double epsilon, double delta,
-                        bool full_accept_probs, bool raw_logprobs, OptionalTensor allowed_mask,
-                        OptionalTensor draft_token_ids);
+  template <typename Visit>
+  void each(Visit visit) {
+#define SPECDEC_VISIT(name) visit(name);
+    SPECDEC_SAMPLING(SPECDEC_VISIT, SPECDEC_VISIT)
+#undef SPECDEC_VISIT
+  }
 
-VerifyTreeCall check_verify_tree(Tensor target_logits, Tensor tokens, Tensor parents,
-                                 OptionalTensor draft_logits, OptionalTensor draft_probs,
-                                 OptionalTensor kinds, OptionalTensor draft_rows,
-                                 OptionalTensor target_rows, OptionalTensor uniforms,
-                                 OptionalTensor seeds, OptionalTensor positions, int64_t stream,
-                                 OptionalTensor temperature, OptionalTensor top_k,
-                                 OptionalTensor top_p, OptionalTensor min_p,
-                                 OptionalTensor draft_temperature, OptionalTensor draft_top_k,
-                                 OptionalTensor draft_top_p, OptionalTensor draft_min_p,
-                                 std::string rule, bool raw_logprobs, OptionalTensor allowed_mask,
-                                 OptionalTensor draft_token_ids);
+  bool any() const {
+#define SPECDEC_OR_IS_GIVEN(name) || name.has_value()
+    return false SPECDEC_SAMPLING(SPECDEC_OR_IS_GIVEN, SPECDEC_OR_IS_GIVEN);
+#undef SPECDEC_OR_IS_GIVEN
+  }
+};
+template <>
+inline constexpr bool is_group<SamplingArguments> = true;
 
-AcceptanceCall check_acceptance(Tensor target_logits, Tensor draft_logits,
-                                OptionalTensor temperature, OptionalTensor top_k,
-                                OptionalTensor top_p, OptionalTensor min_p,
-                                OptionalTensor draft_temperature, OptionalTensor draft_top_k,
-                                OptionalTensor draft_top_p, OptionalTensor draft_min_p,
-                                OptionalTensor allowed_mask, OptionalTensor draft_token_ids);
+// The draft's rows, and which rows, tokens and entries count.
+struct RowArguments {
+  OptionalTensor draft_logits, draft_probs, target_rows, draft_rows, allowed_mask, draft_token_ids;
 
-UniformsCall check_uniforms(Tensor seeds, Tensor positions, int64_t n, int64_t stream);
+  template <typename Visit>
+  void each(Visit visit) {
+    visit(draft_logits), visit(draft_probs), visit(target_rows), visit(draft_rows);
+    visit(allowed_mask), visit(draft_token_ids);
+  }
+};
+template <>
+inline constexpr bool is_group<RowArguments> = true;
 
-TreeMaskCall check_tree_mask(Tensor parents);
+// Uniforms, or seeds and positions.
+struct RandomnessArguments {
+  OptionalTensor uniforms, seeds, positions;
+  int64_t stream = 0;
 
-CompactKvCall check_compact_kv(Tensor k_cache, Tensor v_cache, Tensor path, Tensor num_accepted,
-                               Tensor seq_lens);
+  template <typename Visit>
+  void each(Visit visit) {
+    visit(uniforms), visit(seeds), visit(positions), visit(stream);
+  }
+};
+template <>
+inline constexpr bool is_group<RandomnessArguments> = true;
 
-TreeAttentionCall check_tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors,
-                                       Tensor seq_lens, std::optional<double> scale,
+// ---- checks, with parameters in the order of library.cpp ---
+
+RowLawCall check_row_law(const Tensor& logits, const OptionalTensor& allowed_mask,
+                         const SamplingArguments& sampling);
+
+SampleCall check_sample(const Tensor& logits, const OptionalTensor& uniforms,
+                        const OptionalTensor& allowed_mask, const OptionalTensor& draft_token_ids,
+                        const OptionalTensor& seeds, const OptionalTensor& positions,
+                        int64_t draft_index, int64_t domain, int64_t stream,
+                        const SamplingArguments& sampling);
+
+VerifyCall check_verify(const Tensor& target_logits, const Tensor& draft_tokens,
+                        const RowArguments& rows, const OptionalTensor& draft_kinds,
+                        const OptionalTensor& draft_lengths, const RandomnessArguments& randomness,
+                        const SamplingArguments& sampling, const SamplingArguments& draft_sampling,
+                        const std::string& rule, double lenience, int64_t beta, double tau,
+                        double epsilon, double delta, bool full_accept_probs, bool raw_logprobs);
+
+VerifyTreeCall check_verify_tree(const Tensor& target_logits, const Tensor& tokens,
+                                 const Tensor& parents, const RowArguments& rows,
+                                 const OptionalTensor& kinds, const RandomnessArguments& randomness,
+                                 const SamplingArguments& sampling,
+                                 const SamplingArguments& draft_sampling, const std::string& rule,
+                                 bool raw_logprobs);
+
+AcceptanceCall check_acceptance(const Tensor& target_logits, const Tensor& draft_logits,
+                                const OptionalTensor& allowed_mask,
+                                const OptionalTensor& draft_token_ids,
+                                const SamplingArguments& sampling,
+                                const SamplingArguments& draft_sampling);
+
+UniformsCall check_uniforms(const Tensor& seeds, const Tensor& positions, int64_t n,
+                            int64_t stream);
+
+TreeMaskCall check_tree_mask(const Tensor& parents);
+
+CompactKvCall check_compact_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& path,
+                               const Tensor& num_accepted, const Tensor& seq_lens);
+
+TreeAttentionCall check_tree_attention(const Tensor& q, const Tensor& k_cache,
+                                       const Tensor& v_cache, const Tensor& ancestors,
+                                       const Tensor& seq_lens, const std::optional<double>& scale,
                                        double soft_cap);
 
 }  // namespace specdec

@@ -1,10 +1,14 @@
 // Makes operators of their two halves: the check that builds an operator's parameters and a
-// backend's kernel that runs on them. The parameter list is that of the check, written once.
+// backend's kernel that runs on them. The parameter list is that of the check, which is that of the
+// schema (csrc/library.cpp).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
+#include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "arguments.h"
@@ -21,35 +25,69 @@
 
 namespace specdec {
 
+// How many arguments of the schema a check's parameter stands for: one, or those of a group.
+template <typename T>
+uint64_t count_arguments() {
+  uint64_t count = 1;
+  if constexpr (is_group<T>) {
+    count = 0;
+    T().each([&](auto&) { ++count; });
+  }
+  return count;
+}
+
+// Takes a parameter of a check from torch's stack and moves on.
+template <typename T>
+T take(StableIValue** stack) {
+  if constexpr (is_group<T>) {
+    T group;
+    group.each([&](auto& member) { member = take<std::decay_t<decltype(member)>>(stack); });
+    return group;
+  } else {
+    return torch::stable::detail::to<T>(*(*stack)++);
+  }
+}
+
+inline void require_count(const char* what, uint64_t schema, uint64_t check) {
+  if (schema == check) return;
+  throw std::logic_error("the schema has " + std::to_string(schema) + " " + what +
+                         ", its check has " + std::to_string(check));
+}
+
+inline void put_outputs(const Tensor& output, StableIValue* stack, uint64_t count) {
+  require_count("outputs", count, 1);
+  stack[0] = torch::stable::detail::from(output);
+}
+
+template <typename... Tensors>
+void put_outputs(const std::tuple<Tensors...>& outputs, StableIValue* stack, uint64_t count) {
+  require_count("outputs", count, sizeof...(Tensors));
+  std::apply(
+      [&](const Tensors&... output) {
+        uint64_t i = 0;
+        ((stack[i++] = torch::stable::detail::from(output)), ...);
+      },
+      outputs);
+}
+
+// Run(const Call&) enqueues or runs the kernels.
 template <auto Check, auto Run>
 struct Operator;
 
-template <typename Call, typename... Args, Call (*Check)(Args...), auto Run>
+template <typename Call, typename... Parameters, Call (*Check)(Parameters...), auto Run>
 struct Operator<Check, Run> {
-  static auto run(Args... args) {
-    // The arguments stay alive in this frame while the kernel reads them through plain pointers.
-    Call call = Check(args...);
+  // What TORCH_BOX makes of a function, for one that takes groups of arguments.
+  static void boxed(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
+    static const uint64_t expected = (count_arguments<std::decay_t<Parameters>>() + ...);
+    require_count("arguments", num_arguments, expected);
+    StableIValue* next = stack;
+    // They stay alive in this frame while the kernel reads them through plain pointers.
+    const std::tuple<std::decay_t<Parameters>...> arguments{
+        take<std::decay_t<Parameters>>(&next)...};
+    const Call call = std::apply(Check, arguments);
     Run(call);
-    return std::move(call.outputs);
+    put_outputs(call.outputs, stack, num_outputs);
   }
 };
-
-// Backend::verify(const VerifyCall&) and so on enqueue or run the kernels.
-template <typename Backend>
-void implement_operators(torch::stable::detail::StableLibrary& m, const std::string& prefix = "") {
-  const auto name = [&](const char* op) { return prefix + op; };
-  m.impl(name("row_law").c_str(), TORCH_BOX((&Operator<check_row_law, Backend::row_law>::run)));
-  m.impl(name("sample").c_str(), TORCH_BOX((&Operator<check_sample, Backend::sample>::run)));
-  m.impl(name("verify").c_str(), TORCH_BOX((&Operator<check_verify, Backend::verify>::run)));
-  m.impl(name("verify_tree").c_str(),
-         TORCH_BOX((&Operator<check_verify_tree, Backend::verify_tree>::run)));
-  m.impl(name("acceptance").c_str(),
-         TORCH_BOX((&Operator<check_acceptance, Backend::acceptance>::run)));
-  m.impl(name("uniforms").c_str(), TORCH_BOX((&Operator<check_uniforms, Backend::uniforms>::run)));
-  m.impl(name("tree_mask").c_str(),
-         TORCH_BOX((&Operator<check_tree_mask, Backend::tree_mask>::run)));
-  m.impl(name("compact_kv").c_str(),
-         TORCH_BOX((&Operator<check_compact_kv, Backend::compact_kv>::run)));
-}
 
 }  // namespace specdec

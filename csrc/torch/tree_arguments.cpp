@@ -1,5 +1,6 @@
 // The checks of what draft trees need beside verification: masks, attention, caches.
 #include <cmath>
+#include <utility>
 
 #include "arguments.h"
 #include "checker.h"
@@ -51,27 +52,23 @@ int64_t words_for_nodes(int64_t nodes) { return (nodes + 63) / 64; }
 
 }  // namespace
 
-TreeMaskCall check_tree_mask(Tensor parents) {
+TreeMaskCall check_tree_mask(const Tensor& parents) {
   const Checker check("tree_mask", parents);
   const IdArray ids = check.ids(parents, "parents", "[B, N]", {-1, -1});
   const int64_t batch = parents.size(0), nodes = parents.size(1);
   check.in_range("N, the nodes of parents,", nodes, 1, kMaxNodes + 1);
-  TreeMaskCall call{{},
-                    {new_tensor(parents, {batch, nodes, words_for_nodes(nodes)}, ScalarType::Long),
-                     new_tensor(parents, {batch, nodes}, ScalarType::Long),
-                     new_tensor(parents, {batch}, ScalarType::Int)}};
-  TreeMaskParams& p = call.params;
+  TreeMaskParams p;
   p.batch = batch;
   p.nodes = nodes;
   p.parents = ids;
-  p.ancestors = data_of<uint64_t>(std::get<0>(call.outputs));
-  p.depths = data_of<int64_t>(std::get<1>(call.outputs));
-  p.status = data_of<int32_t>(std::get<2>(call.outputs));
-  return call;
+  std::tuple outputs{new_output(parents, {batch, nodes, words_for_nodes(nodes)}, &p.ancestors),
+                     new_output(parents, {batch, nodes}, &p.depths),
+                     new_output(parents, {batch}, &p.status)};
+  return {p, std::move(outputs)};
 }
 
-CompactKvCall check_compact_kv(Tensor k_cache, Tensor v_cache, Tensor path, Tensor num_accepted,
-                               Tensor seq_lens) {
+CompactKvCall check_compact_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& path,
+                               const Tensor& num_accepted, const Tensor& seq_lens) {
   const Checker check("compact_kv", k_cache);
   check.cache(k_cache, "k_cache");
   check.cache(v_cache, "v_cache");
@@ -81,8 +78,7 @@ CompactKvCall check_compact_kv(Tensor k_cache, Tensor v_cache, Tensor path, Tens
   check.require(same, std::string("v_cache must have ") + (dims == 5 ? "Y, B and L" : "B and L") +
                           " of k_cache " + describe(k_cache) + ", got " + describe(v_cache));
   const int64_t batch = k_cache.size(dims - 4);
-  CompactKvCall call{{}, new_tensor(k_cache, {batch}, ScalarType::Int)};
-  CompactKvParams& p = call.params;
+  CompactKvParams p;
   p.layers = dims == 5 ? k_cache.size(0) : 1;
   p.batch = batch;
   p.places = k_cache.size(dims - 3);
@@ -92,12 +88,13 @@ CompactKvCall check_compact_kv(Tensor k_cache, Tensor v_cache, Tensor path, Tens
   p.seq_lens = check.ids(seq_lens, "seq_lens", "[B]", {batch});
   p.caches[0] = rows_of(k_cache);
   p.caches[1] = rows_of(v_cache);
-  p.status = data_of<int32_t>(call.outputs);
-  return call;
+  Tensor status = new_output(k_cache, {batch}, &p.status);
+  return {p, std::move(status)};
 }
 
-TreeAttentionCall check_tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors,
-                                       Tensor seq_lens, std::optional<double> scale,
+TreeAttentionCall check_tree_attention(const Tensor& q, const Tensor& k_cache,
+                                       const Tensor& v_cache, const Tensor& ancestors,
+                                       const Tensor& seq_lens, const std::optional<double>& scale,
                                        double soft_cap) {
   const Checker check("tree_attention", q);
   check.vectors(q, "q", "[B, N, H, D]", {-1, -1, -1, -1});

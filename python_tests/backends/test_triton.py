@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from test_philox import KNOWN_ANSWERS
 
-from specdec_ext.triton import OPERATORS as PORTED
+from specdec_ext._fake import FAKES
 from specdec_ext.triton.laws import LAW_FIELDS
 from specdec_ext.triton.philox import philox4x32_10
 from specdec_ext.triton.race import exponential_noise
@@ -271,7 +271,7 @@ def test_residual_weights_that_are_all_rounded_to_zero():
     launch = importlib.import_module("specdec_ext.triton.launch")
     probs = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]], device=TRITON.device)
     rows = launch.rows_of(probs.log())
-    laws = launch.compute_laws(launch.tiling(4), launch.batch_of(rows, launch.sampling_of()), 1)
+    laws = launch.compute_laws(launch.tiling(4), launch.batch_of(rows, launch.NO_SAMPLING), 1)
     assert laws.shape == (1, LAW_FIELDS.value)
     for u, expected in ((0.3, 0), (0.6, 1), (0.9, 3)):
         task = f64([[0, 1, 1.0, 0.0, 2, u]]).to(TRITON.device)
@@ -624,7 +624,7 @@ def named(name, namespace="specdec"):
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-@pytest.mark.parametrize("name", PORTED)
+@pytest.mark.parametrize("name", FAKES)
 def test_schemas_are_those_of_the_extension(name):
     own = str(named(name, "specdec_triton")._schema)
     assert own.removeprefix("specdec_triton::") == str(named(name)._schema).removeprefix(
@@ -632,7 +632,7 @@ def test_schemas_are_those_of_the_extension(name):
     )
 
 
-@pytest.mark.parametrize("name", PORTED)
+@pytest.mark.parametrize("name", FAKES)
 @pytest.mark.parametrize("device", ["CUDA", "XPU"])
 def test_devices_without_kernels_of_the_extension_are_served(name, device):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec::{name}", device)

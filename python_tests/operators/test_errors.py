@@ -392,7 +392,7 @@ TYPE_ERRORS = [
     ("tree_mask", dict(parents=[-1]), "parents must be a Tensor, got list"),
     ("compact_kv", dict(seq_lens=3), "seq_lens must be a Tensor, got int"),
     ("tree_attention", dict(ancestors=None), "ancestors must be a Tensor, got NoneType"),
-    ("tree_attention", dict(scale="1"), "scale must be a number, got str"),
+    ("tree_attention", dict(scale="1"), "scale must be a number or None, got str"),
     ("tree_attention", dict(soft_cap=True), "soft_cap must be a number, got bool"),
 ]
 

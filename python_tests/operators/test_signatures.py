@@ -1,4 +1,4 @@
-"""One signature, four places: schema, fake, public wrapper and reference say the same."""
+"""One signature, three places: schema, public wrapper and reference say the same."""
 
 import inspect
 import re
@@ -10,10 +10,7 @@ import torch
 import specdec_ext
 from specdec_ext import _fake, ops, reference
 
-OPERATORS = (
-    *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
-    *("tree_mask", "compact_kv", "tree_attention"),
-)
+OPERATORS = tuple(_fake.FAKES)
 # What the public function takes beside the operator's arguments, at its end.
 EXTRA = {
     "row_law": ["backend"],
@@ -35,7 +32,7 @@ RESULTS = {
 }
 # What returns a single tensor that is not called like the operator.
 RETURNS = {"compact_kv": "status", "tree_attention": "out"}
-LIBRARY = Path(__file__).parents[2] / "csrc" / "library.cpp"
+CSRC = Path(__file__).parents[2] / "csrc"
 
 REQUIRED = inspect.Parameter.empty
 
@@ -66,8 +63,9 @@ def definition_order(module, names):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_fake_matches_schema(name):
-    assert python_arguments(getattr(_fake, f"_{name}")) == schema_arguments(name)
+def test_fake_reads_arguments_of_the_schema(name):
+    read = set(inspect.signature(_fake._SHAPES[name]).parameters) - {"_"}
+    assert read and read <= {argument for argument, _, _ in schema_arguments(name)}
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -91,12 +89,32 @@ def test_results_have_the_names_of_the_schema(name):
     assert returned == list(getattr(RESULTS.get(name), "_fields", single))
 
 
-def test_order_of_library_cpp():
-    declared = re.findall(r'"(\w+)\(Tensor[ (]', LIBRARY.read_text())
-    assert sorted(declared) == sorted(OPERATORS)
+def test_operators_stand_in_one_order():
+    listed, library = (
+        (CSRC / "torch" / "operators.h").read_text(),
+        (CSRC / "library.cpp").read_text(),
+    )
+    declared = re.findall(r"^  OPERATOR\((\w+), \w+\)", listed, re.MULTILINE)
+    assert len(declared) == 9 and list(OPERATORS) == declared
+    assert re.findall(r"^constexpr char (\w+)\[\]", library, re.MULTILINE) == declared
     assert definition_order(ops, OPERATORS) == declared
     fakes = definition_order(_fake, [f"_{name}" for name in OPERATORS])
     assert fakes == [f"_{name}" for name in declared]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *(("draft_probs", "allowed_mask"), ("allowed_mask", "draft_token_ids")),
+        *(("draft_token_ids", "seeds"), ("stream", "temperature"), ("min_p", "rule")),
+        ("rule", "raw_logprobs"),
+    ],
+)
+def test_arguments_stand_by_their_roles(first, second):
+    """Rows, masks and maps beside the logits, then randomness, the laws' parameters, the rule."""
+    orders = [[argument for argument, _, _ in schema_arguments(name)] for name in OPERATORS]
+    both = [names for names in orders if first in names and second in names]
+    assert both and all(names.index(first) < names.index(second) for names in both)
 
 
 def test_rules_are_those_of_the_operator():
@@ -223,10 +241,14 @@ def test_opcheck(case, requires_grad):
 def test_reference_returns_what_the_fake_says(sizes, dtype):
     for name, args, kwargs in sample_calls(**sizes, dtype=dtype):
         found = getattr(reference, name)(*args, **kwargs)
-        said = getattr(_fake, f"_{name}")(*args, **kwargs)
+        said = _fake.FAKES[name](*args, **kwargs)
+        names = [argument for argument, _, _ in schema_arguments(name)]
+        named = _fake.FAKES[name](**dict(zip(names, args, strict=False)), **kwargs)
         found = found if isinstance(found, tuple) else (found,)
         said = said if isinstance(said, tuple) else (said,)
+        named = named if isinstance(named, tuple) else (named,)
         assert len(found) == len(said)
+        assert [(t.shape, t.dtype) for t in named] == [(t.shape, t.dtype) for t in said]
         for a, b in zip(found, said, strict=True):
             assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), name
             assert a.is_contiguous() and b.is_contiguous()

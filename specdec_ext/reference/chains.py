@@ -471,10 +471,12 @@ def verify(
     draft_logits: Tensor | None = None,
     *,
     draft_probs: Tensor | None = None,
-    draft_kinds: Tensor | None = None,
-    draft_lengths: Tensor | None = None,
     target_rows: Tensor | None = None,
     draft_rows: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    draft_kinds: Tensor | None = None,
+    draft_lengths: Tensor | None = None,
     uniforms: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
@@ -495,8 +497,6 @@ def verify(
     delta: float = 0.3,
     full_accept_probs: bool = False,
     raw_logprobs: bool = False,
-    allowed_mask: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
 ) -> VerifyResult:
     """Verify chains of draft tokens; see `specdec_ext.verify`."""
     if rule not in CHAIN_RULES:

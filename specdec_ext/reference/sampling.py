@@ -37,11 +37,11 @@ __all__ = [
 def row_law(
     logits: Tensor,
     *,
+    allowed_mask: Tensor | None = None,
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
-    allowed_mask: Tensor | None = None,
 ) -> RowLaw:
     """Compute the five scalars of every row; see `specdec_ext.row_law`."""
     filters = filters_of(temperature, top_k, top_p, min_p)
@@ -67,6 +67,8 @@ def sample(
     logits: Tensor,
     uniforms: Tensor | None = None,
     *,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
     draft_index: int = 0,
@@ -76,8 +78,6 @@ def sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
-    allowed_mask: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
 ) -> SampleResult:
     """Draw one token per row; see `specdec_ext.sample`."""
     ids = torch.arange(logits.shape[-1])  # of the entries
@@ -121,6 +121,8 @@ def acceptance(
     target_logits: Tensor,
     draft_logits: Tensor,
     *,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
     temperature: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
@@ -129,8 +131,6 @@ def acceptance(
     draft_top_k: Tensor | None = None,
     draft_top_p: Tensor | None = None,
     draft_min_p: Tensor | None = None,
-    allowed_mask: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
 ) -> Tensor:
     """Compute sum min(p, q) row by row, [R] float32; see `specdec_ext.acceptance`."""
     vocab = target_logits.shape[-1]

@@ -387,9 +387,11 @@ def verify_tree(
     draft_logits: Tensor | None = None,
     *,
     draft_probs: Tensor | None = None,
-    kinds: Tensor | None = None,
-    draft_rows: Tensor | None = None,
     target_rows: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    draft_token_ids: Tensor | None = None,
+    kinds: Tensor | None = None,
     uniforms: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
@@ -404,8 +406,6 @@ def verify_tree(
     draft_min_p: Tensor | None = None,
     rule: str = "traversal",
     raw_logprobs: bool = False,
-    allowed_mask: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
 ) -> VerifyTreeResult:
     """Verify trees of draft tokens; see `specdec_ext.verify_tree`."""
     if rule not in contract.TREE_RULES:

@@ -17,13 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPERATORS", "absence", "is_interpreted", "register"]
-
-#: In csrc/library.cpp's order.
-OPERATORS = (
-    *("row_law", "sample", "verify", "verify_tree", "acceptance", "uniforms"),
-    *("tree_mask", "compact_kv", "tree_attention"),
-)
+__all__ = ["absence", "is_interpreted", "register"]
 
 #: Dispatch keys of the devices that Triton compiles for; ROCm's is CUDA.
 DEVICES = ("CUDA", "XPU")
@@ -92,14 +86,14 @@ def register(fakes: dict[str, Any], count_mutation: Callable[[Any, Any], None]) 
     own = library.Library("specdec_triton", "DEF")
     shared = library.Library("specdec", "FRAGMENT")
     _kept.extend((own, shared))
-    for name in OPERATORS:
+    for name, fake in fakes.items():
         operator = _operator(name)
         schema = str(getattr(torch.ops.specdec, name).default._schema)
         own.define(schema.removeprefix("specdec::"))
         for key in ("CPU", *DEVICES):
             own.impl(name, operator, key)
         own.impl(name, library.fallthrough_kernel, "Autograd")
-        library.register_fake(f"specdec_triton::{name}", fakes[name])
+        library.register_fake(f"specdec_triton::{name}", fake)
         for key in DEVICES:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec::{name}", key):
                 shared.impl(name, operator, key)

@@ -15,7 +15,6 @@ from torch import Tensor
 from .launch import (
     batch_of,
     compute_laws,
-    draft_sampling_of,
     launch,
     mask_of,
     rows_of,
@@ -106,8 +105,8 @@ def acceptance(output: Tensor, call: SimpleNamespace) -> None:
     target = rows_of(call.target_logits, mask=mask)
     token_map = token_map_of(call.draft_token_ids, vocab)
     draft = rows_of(call.draft_logits, mask=mask, token_map=token_map)
-    own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
-    theirs = draft_sampling_of(call)
+    own = sampling_of(call)
+    theirs = sampling_of(call, "draft_")
     laws = compute_laws(tiles, batch_of(target, own), rows, batch_of(draft, theirs), rows)
     sums = laws.new_empty((rows, tiles.number))
     splits = tiles.splits(rows)

@@ -24,6 +24,7 @@ from .laws import (
     NO_MAP,
     NO_MASK,
     NO_SAMPLING,
+    SAMPLING,
     Mask,
     Rows,
     Sampling,
@@ -119,26 +120,14 @@ def rows_of(
     )
 
 
-def sampling_of(
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    *,
-    greedy: bool = False,
-) -> Sampling:
-    """Describe sampling parameters, [B] each."""
-    given = (temperature, top_k, top_p, min_p)
-    flat = [part for tensor in given for part in (tensor, stride_of(tensor))]
-    return Sampling(1 if greedy else None, *flat)
-
-
-def draft_sampling_of(call: SimpleNamespace) -> Sampling:
-    """Describe the draft's parameters: the target's where they are not given."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    own = (getattr(call, f"draft_{name}") for name in names)
-    default = (getattr(call, name) for name in names)
-    return sampling_of(*(a if a is not None else b for a, b in zip(own, default, strict=True)))
+def sampling_of(call: SimpleNamespace, prefix: str = "") -> Sampling:
+    """Describe sampling parameters, [B] each: what stands behind the prefix, else the target's."""
+    given = []
+    for name in SAMPLING:
+        own = getattr(call, prefix + name)
+        tensor = own if own is not None else getattr(call, name)
+        given += [tensor, stride_of(tensor)]
+    return Sampling(None, *given)
 
 
 def coins_of(

@@ -99,7 +99,10 @@ class Sampling(NamedTuple):
 NO_MASK = Mask(*[None] * len(Mask._fields))
 NO_MAP = TokenMap(*[None] * len(TokenMap._fields))
 NO_ROWS = Rows._make([*[None] * 10, NO_MASK, NO_MAP, None])
-NO_SAMPLING = Sampling(None, *[None, 0] * 4)  # T = 1 without filters
+#: The parameters, each of which has a stride behind it.
+SAMPLING = Sampling._fields[1::2]
+NO_SAMPLING = Sampling(None, *[None, 0] * len(SAMPLING))  # T = 1 without filters
+ALL_GREEDY = NO_SAMPLING._replace(greedy=1)
 
 
 # ---- what is made of it -------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def write_row_laws(sampling, laws, top, scale, cutoff, log_z, argmax, vocab):
 def row_law(outputs: tuple[Tensor, ...], call: SimpleNamespace) -> None:
     """Fill the outputs of `specdec_ext.row_law`."""
     rows, vocab = call.logits.shape
-    sampling = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
+    sampling = sampling_of(call)
     batch = batch_of(rows_of(call.logits, mask=mask_of(call.allowed_mask, vocab)), sampling)
     laws: Any = compute_laws(tiling(vocab), batch, rows, want_argmax=True)
     launch(write_row_laws, rows, sampling, laws, *outputs, vocab, num_warps=1)

@@ -88,7 +88,7 @@ def sample(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> None:
     reduced = call.draft_token_ids is not None and call.allowed_mask is not None
     known = 32 * call.allowed_mask.shape[1] if reduced else vocab
     rows = rows_of(call.logits, mask=mask_of(call.allowed_mask, known), token_map=token_map)
-    sampling = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
+    sampling = sampling_of(call)
     coins = coins_of(call.uniforms, call.seeds, call.positions, call.stream)
     laws = compute_laws(tiles, batch_of(rows, sampling), batch)
     raced = call.domain == COUPLED.value

@@ -40,7 +40,6 @@ from .launch import (
     batch_of,
     coins_of,
     compute_laws,
-    draft_sampling_of,
     launch,
     mask_of,
     rows_of,
@@ -50,6 +49,7 @@ from .launch import (
 )
 from .law_pass import ENTROPY, NO_BATCH, NOTHING, RANK, Batch, is_given, summed
 from .laws import (
+    ALL_GREEDY,
     NO_LAW,
     NO_SAMPLING,
     POINT_MASS,
@@ -286,7 +286,7 @@ def draw_tokens(
 def _rewrite_logprobs(call: SimpleNamespace, shape: Shape, outputs: Outputs) -> None:
     mask = mask_of(call.allowed_mask, shape.vocab)
     rows = rows_of(call.target_logits, call.target_rows, mask=mask)
-    batch = batch_of(rows, sampling_of(), outputs.tokens, outputs.num_accepted)
+    batch = batch_of(rows, NO_SAMPLING, outputs.tokens, outputs.num_accepted)
     laws = compute_laws(shape.tiles, batch, shape.batch * (shape.gamma + 1))
     launch(
         write_raw_logprobs,
@@ -305,7 +305,7 @@ def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Chain:
     tokens, kinds = call.draft_tokens, call.draft_kinds
     lengths = call.draft_lengths
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
-    own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
+    own = sampling_of(call)
     return Chain(
         tokens,
         tokens.stride(0),
@@ -319,7 +319,7 @@ def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Chain:
         vocab if draft is None else max(vocab, draft.shape[-1]),
         token_map.broken,
         own,
-        draft_sampling_of(call) if call.draft_logits is not None else NO_SAMPLING,
+        sampling_of(call, "draft_") if call.draft_logits is not None else NO_SAMPLING,
         NO_COINS if RULES[call.rule].races else given_coins(call),
     )
 
@@ -330,7 +330,7 @@ def _batches(call: SimpleNamespace, chain: Chain, token_map: TokenMap) -> tuple[
     drafted = (call.draft_tokens, call.draft_lengths)
     mask = mask_of(call.allowed_mask, call.target_logits.shape[-1])
     rows = rows_of(call.target_logits, call.target_rows, mask=mask)
-    target = batch_of(rows, sampling_of(greedy=True) if greedy else chain.target, *drafted)
+    target = batch_of(rows, ALL_GREEDY if greedy else chain.target, *drafted)
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     reads_draft = RULES[call.rule].reads_draft_law
     if draft is None or not reads_draft or call.draft_tokens.shape[1] == 0:

@@ -24,7 +24,6 @@ from .launch import (
     INTERPRETED,
     batch_of,
     compute_laws,
-    draft_sampling_of,
     launch,
     mask_of,
     rows_of,
@@ -33,7 +32,16 @@ from .launch import (
     tiling,
 )
 from .law_pass import NO_BATCH, Batch, is_given
-from .laws import NO_LAW, NO_SAMPLING, TokenMap, load_laws, log_probability, row_at, value_at
+from .laws import (
+    ALL_GREEDY,
+    NO_LAW,
+    NO_SAMPLING,
+    TokenMap,
+    load_laws,
+    log_probability,
+    row_at,
+    value_at,
+)
 from .race import find_winners
 from .token_map import token_map_of
 from .tree import Flow, Trees, open_trees
@@ -63,7 +71,7 @@ def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Trees:
     tokens, parents, kinds = call.tokens, call.parents, call.kinds
     draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     greedy = RULES[call.rule].ignores_sampling
-    own = sampling_of(call.temperature, call.top_k, call.top_p, call.min_p)
+    filtered = call.draft_logits is not None and not greedy
     return Trees(
         *(tokens, tokens.stride(0), tokens.stride(1)),
         *(parents, parents.stride(0), parents.stride(1)),
@@ -71,8 +79,8 @@ def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Trees:
         None if draft is None else 1,
         vocab if draft is None else max(vocab, draft.shape[-1]),
         token_map.broken,
-        sampling_of(greedy=True) if greedy else own,
-        draft_sampling_of(call) if call.draft_logits is not None and not greedy else NO_SAMPLING,
+        ALL_GREEDY if greedy else sampling_of(call),
+        sampling_of(call, "draft_") if filtered else NO_SAMPLING,
         NO_COINS if RULES[call.rule].races else given_coins(call),
     )
 
@@ -116,7 +124,7 @@ def _write_logprobs(
 ) -> None:
     batch, nodes = call.tokens.shape
     if call.raw_logprobs:
-        raw = target._replace(sampling=sampling_of())
+        raw = target._replace(sampling=NO_SAMPLING)
         laws = compute_laws(shape.tiles, raw, batch * nodes)
     launch(
         write_logprobs,
