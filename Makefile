@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | sanitize | cuda-gate | test-floor | triton-floor | torch-floor |
+# make demo | test | test-all | bench | lint | sanitize | cuda-gate | test-floor | triton-floor | torch-floor |
 # clean: each sets up all that it needs.
 #
 # Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
@@ -31,7 +31,7 @@ $(READY): .venv/pyvenv.cfg
 endif
 NATIVE := $(READY)-native
 
-.PHONY: demo test bench lint sanitize cuda-gate test-floor triton-floor torch-floor clean FORCE
+.PHONY: demo test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
@@ -61,9 +61,16 @@ $(NATIVE): $(READY) CMakeLists.txt $(wildcard csrc/*/CMakeLists.txt) $(SOURCES) 
 # ---- jobs ----------------------------------------------------------------------------------------
 
 # One torch thread per worker: on two cores, two workers end sooner than two threads.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8
+
+# What can still find most in five minutes: see --representative in python_tests/conftest.py.
 test: $(NATIVE)
 	$(PY) python_tests/helpers/fibres.py
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8
+	$(PYTEST) --representative
+
+test-all: $(NATIVE)
+	$(PY) python_tests/helpers/fibres.py
+	$(PYTEST)
 
 bench: $(NATIVE)
 	$(PY) benchmarks/bench_verify.py --quick
@@ -100,7 +107,7 @@ $(TRANSFORMERS)/ready: $(READY)
 	@touch $@
 
 # The tests that run models.
-MODELS := generate_* drafters_* hf probe encoder_decoder* recurrent* assisted_law
+MODELS := alpha generate_* drafters_* hf probe encoder_decoder* recurrent* assisted_law
 
 test-floor: $(NATIVE) $(TRANSFORMERS)/ready
 	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q -n auto --maxprocesses 8 \

@@ -73,7 +73,40 @@ def backend_of(item: pytest.Item) -> Backend | None:
     return next((value for value in values if isinstance(value, Backend)), None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--representative",
+        action="store_true",
+        help="of each test's cases, those in which a parameter has a value for the first time; "
+        "leave out tests marked thorough",
+    )
+
+
+def brings_something_new(item: pytest.Item, seen: dict[str, set[tuple[str, str]]]) -> bool:
+    """Whether a parameter of this case has a value that no earlier case of the test had."""
+    if item.get_closest_marker("thorough"):
+        return False
+    if not hasattr(item, "callspec"):
+        return True
+    values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+    known = seen.setdefault(item.nodeid.partition("[")[0], set())
+    new = values - known
+    known |= values
+    return bool(new)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to each backend its share of the cases, and choose some of them if asked to."""
+    share_out(config, items)
+    if config.getoption("--representative"):
+        seen: dict[str, set[tuple[str, str]]] = {}
+        chosen = [brings_something_new(item, seen) for item in items]
+        dropped = [item for item, keep in zip(items, chosen, strict=True) if not keep]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item, keep in zip(items, chosen, strict=True) if keep]
+
+
+def share_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to each backend its share of the cases."""
     turns: Counter[tuple[str, str]] = Counter()
     kept, dropped = [], []
