@@ -434,19 +434,22 @@ def classify(name: str, case: Case) -> Cell:
     theirs = _theirs(name, case)
     if theirs is not None and theirs == found.tolist():
         return Cell(name, HOST, detail, *counts)
-    if not is_causal(case, prompts, row):
+    if not is_causal(case):
         return Cell(name, HOST, f"not causal without a cache; {detail}", *counts)
     return Cell(name, WRONG, detail, *counts)
 
 
-def is_causal(case: Case, prompts: Prompts, row: int) -> bool:
-    """Tell whether later tokens leave a row's logits alone, in the model's own uncached pass."""
-    text = prompts.texts[row] + prompts.expected[row]
-    inputs = _row(prompts.inputs, row)
-    whole = forward(case.models[0], text, inputs)
-    part = forward(case.models[0], text[: len(prompts.texts[row])], inputs)
-    error = (whole[: len(part)] - part).abs().max() / part.abs().max()
-    return float(error) < TIE[case.dtype] / 10
+def is_causal(case: Case) -> bool:
+    """Tell whether later tokens leave earlier logits alone, in the model's own uncached pass."""
+    for prompts in case.batches.values():
+        for row, text in enumerate(prompts.texts):
+            inputs = _row(prompts.inputs, row)
+            whole = forward(case.models[0], text + prompts.expected[row], inputs)
+            part = forward(case.models[0], text, inputs)
+            error = (whole[: len(part)] - part).abs().max() / part.abs().max()
+            if float(error) >= TIE[case.dtype] / 10:
+                return False
+    return True
 
 
 def first_difference(found: list[list[int]], prompts: Prompts) -> tuple[int, int] | None:
