@@ -330,12 +330,12 @@ def _scanning(mixer: nn.Module, called: Caller) -> Callable[..., Any]:
         # Zamba's heads are scanned one after another.
         states = iter(before.unbind(1) if before.dim() == 4 else [before])
 
-        def begun(*args: Any, **kwargs: Any) -> Any:
+        def scan_from_state(*args: Any, **kwargs: Any) -> Any:
             return scan_from(next(states), scan, *args, **kwargs)
 
         bound = types.FunctionType(
             function.__code__,
-            {**function.__globals__, name: begun},
+            {**function.__globals__, name: scan_from_state},
             function.__name__,
             function.__defaults__,
             function.__closure__,

@@ -83,7 +83,7 @@ def _find(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedModel]) 
     manner = Manner(fault, writes=not torch.equal(read, twice.states))
     if fault is not None:
         return manner
-    if _heeds_position_ids(encoded):
+    if _uses_position_ids(encoded):
         return manner._replace(heeds=True)
     table = find_position_table(
         encoded.model, _repeated(encoded, 2)._run, _words(encoded), encoded.config.pad_token_id
@@ -144,7 +144,7 @@ def _fault(twice: EncodedModel) -> str | None:
     )
 
 
-def _heeds_position_ids(encoded: EncodedModel) -> bool:
+def _uses_position_ids(encoded: EncodedModel) -> bool:
     """Tell whether ``decoder_position_ids`` change what the model's decoder says.
 
     Models that are put together from two (BERT to GPT-2, say) hand it on without naming it; others

@@ -253,14 +253,14 @@ class _Probe:
             return apart
         # A model that counts slots fails with a small gap already, within its positions.
         padding = self._same(plain, self._padded) and all(
-            self._same(plain, self._holed, gap, 0) for gap in (GAP, self._reach(span))
+            self._same(plain, self._with_gap, gap, 0) for gap in (GAP, self._reach(span))
         )
         window = smallest_window(self.model)
         holes = (
             padding
             and (window is None or window >= span)
             and all(
-                self._same(plain, self._holed, gap, CONTEXT - 2)
+                self._same(plain, self._with_gap, gap, CONTEXT - 2)
                 for gap in (GAP, min(span, LONGEST_SPAN))
             )
         )
@@ -318,7 +318,7 @@ class _Probe:
         """Find the position id of a text's first token, by which the answers stay the same."""
         for first in self._firsts():
             self.traits = Traits(first=first)
-            if self._same(plain, self._holed, 0, 0):
+            if self._same(plain, self._with_gap, 0, 0):
                 return True
         return False
 
@@ -410,7 +410,7 @@ class _Probe:
         _widen(cached, gap, 0, visible=True)
         return cached.forward(self.tail)[0].float()
 
-    def _holed(self, gap: int, at: int) -> Tensor:
+    def _with_gap(self, gap: int, at: int) -> Tensor:
         """Run with ``gap`` masked slots before slot ``at``, and a mask even if there is none."""
         cached = self._open(gap)
         cached.prefill(self.context, None)
