@@ -189,7 +189,7 @@ def _encoded(
         return target, draft
     assert inputs is not None, "transformers hands over the encoder's input"
     several = len(input_ids) // len(inputs)  # num_return_sequences
-    name = model.main_input_name
+    name = draft.get_encoder().main_input_name
     read = {name: inputs.repeat_interleave(several, 0)}
     return target, encoded(draft, attention_mask=mask, **read)
 

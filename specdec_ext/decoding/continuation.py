@@ -220,7 +220,7 @@ class _Trial:
         return _size(logits.double() - expected[:, start : start + logits.shape[1]])
 
     def _shared_error(self, found: Continuation) -> float:
-        """Hold rows that share a state against each alone, also after some have changed places."""
+        """Hold rows that share a state against each alone: after places changed, and after parting."""
         order = torch.tensor([1, 0], device=self.texts.device)
         expected = torch.cat([self._uncached(text[None]) for text in self.texts])[order]
         try:
@@ -231,11 +231,16 @@ class _Trial:
             state = state.select(order, 2)
             state.load(saved)
             texts = self.texts[order, FORGOTTEN:]
-            parts = texts.split([found.fewest, found.fewest, texts.shape[1] - 2 * found.fewest], 1)
-            logits = torch.cat([called.run(state, part, part.shape[1]) for part in parts], 1)
+            *shared, last = texts.split(
+                [found.fewest, found.fewest, texts.shape[1] - 2 * found.fewest], 1
+            )
+            logits = [called.run(state, part, part.shape[1]) for part in shared]
+            rows = torch.arange(2, device=order.device).split(1)
+            alone = [called.run(state.select(row, 2), last[row], last.shape[1]) for row in rows]
+            logits.append(torch.cat(alone))
         except FAILURES:
             return float("inf")
-        return self._distance(logits, FORGOTTEN, expected)
+        return self._distance(torch.cat(logits, 1), FORGOTTEN, expected)
 
 
 def _size(logits: Tensor) -> float:
