@@ -220,7 +220,7 @@ class _Trial:
         return _size(logits.double() - expected[:, start : start + logits.shape[1]])
 
     def _shared_error(self, found: Continuation) -> float:
-        """Hold rows that share a state against each alone: after places changed, and after parting."""
+        """Hold rows that share a state against each alone, after they swapped places and parted."""
         order = torch.tensor([1, 0], device=self.texts.device)
         expected = torch.cat([self._uncached(text[None]) for text in self.texts])[order]
         try:
