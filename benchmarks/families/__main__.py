@@ -167,7 +167,8 @@ def record_sweep(stem: str, records: list[dict[str, Any]], wanted: list[str], to
         f"{facts['commit']}, {facts['time']}, {took:.0f} s. `python benchmarks/families` makes it.",
         "", ", ".join(f"{n} {what}" for what, n in summary(records).items()) + ".", "",
         "`+` right, `r` refused, `W` another text, `X` crash, `t` right up to a tie, `h` the text "
-        "of transformers' own cached generate, `.` not applicable. Columns:", "",
+        "of transformers' own cached generate, or a forward pass that depends on later tokens, "
+        "`.` not applicable. Columns:", "",
         *(f"{i}. {mode}" for i, mode in enumerate(wanted, 1)), "",
         "| family | " + " | ".join(str(i) for i in range(1, len(wanted) + 1)) + " |",
         "|---|" + "---|" * len(wanted),

@@ -90,6 +90,21 @@ def test_what_cannot_be_run_is_refused_in_every_mode(family, why):
         assert found.verdict == modes.REFUSED and why in found.detail, found
 
 
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        # Indices of sparse attention beside keys and values; positions ``[3, B, n]``.
+        ("deepseek_v32", "chain equal"),
+        ("qwen4_exp_text", "chain equal"),
+        # An encoder that reads sound by another name than the model does.
+        ("speech-encoder-decoder:encoded", "generate_fn 1"),
+    ],
+)
+def test_families_with_oddities_of_their_own(family, mode):
+    found = cell(family, mode)
+    assert found.verdict == modes.RIGHT, found.detail
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_something_was_rolled_back(family):
     """Some draft tokens were accepted and some rejected, or the comparison has tested nothing."""
