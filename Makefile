@@ -110,7 +110,7 @@ $(TRANSFORMERS)/ready: $(READY)
 MODELS := alpha generate_* drafters_* hf probe encoder_decoder* recurrent* assisted_law
 
 test-floor: $(NATIVE) $(TRANSFORMERS)/ready
-	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q -n auto --maxprocesses 8 \
+	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q -n auto --maxprocesses 8 --representative \
 	  $(wildcard $(MODELS:%=python_tests/generation/test_%.py))
 
 $(TRITON)/ready: $(READY)
