@@ -361,8 +361,8 @@ def test_control_last_draft_token_never_run(monkeypatch):
     ids, mask = prompts([7])
     commit = ModelDrafter.commit
 
-    def forgetful(self, tokens, accepted, num_accepted):
-        commit(self, tokens, accepted, num_accepted)
+    def forgetful(self, tokens, accepted):
+        commit(self, tokens, accepted)
         self._missing = self._missing[:, -1:]
 
     monkeypatch.setattr(ModelDrafter, "commit", forgetful)
