@@ -73,37 +73,53 @@ def backend_of(item: pytest.Item) -> Backend | None:
     return next((value for value in values if isinstance(value, Backend)), None)
 
 
+#: How many cases of a test ``--representative`` keeps on a backend.
+MOST_CASES = 6
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--representative",
         action="store_true",
-        help="of each test's cases, those in which a parameter has a value for the first time; "
-        "leave out tests marked thorough",
+        help=f"of each test's cases, up to {MOST_CASES} on a backend in which a parameter has a "
+        "value for the first time; leave out tests marked thorough",
     )
 
 
-def brings_something_new(item: pytest.Item, seen: dict[str, set[tuple[str, str]]]) -> bool:
-    """Whether a parameter of this case has a value that no earlier case of the test had."""
-    if item.get_closest_marker("thorough"):
-        return False
-    if not hasattr(item, "callspec"):
+class Representatives:
+    """Chooses, of each test and backend, `MOST_CASES` that each bring a value not seen before."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[tuple[str, str]]] = {}  # values of parameters, of each test
+        self.kept: Counter[tuple[str, str]] = Counter()  # cases of each test and backend
+
+    def keeps(self, item: pytest.Item) -> bool:
+        if item.get_closest_marker("thorough"):
+            return False
+        if not hasattr(item, "callspec"):
+            return True
+        test, chosen = item.nodeid.partition("[")[0], backend_of(item)
+        place = (test, chosen.name if chosen else "")
+        values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+        seen = self.seen.setdefault(test, set())
+        if values <= seen or self.kept[place] == MOST_CASES:
+            return False
+        seen |= values
+        self.kept[place] += 1
         return True
-    values = {(name, repr(value)) for name, value in item.callspec.params.items()}
-    known = seen.setdefault(item.nodeid.partition("[")[0], set())
-    new = values - known
-    known |= values
-    return bool(new)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to each backend its share of the cases, and choose some of them if asked to."""
     share_out(config, items)
-    if config.getoption("--representative"):
-        seen: dict[str, set[tuple[str, str]]] = {}
-        chosen = [brings_something_new(item, seen) for item in items]
-        dropped = [item for item, keep in zip(items, chosen, strict=True) if not keep]
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item, keep in zip(items, chosen, strict=True) if keep]
+    if not config.getoption("--representative"):
+        return
+    representatives = Representatives()
+    kept = [representatives.keeps(item) for item in items]
+    config.hook.pytest_deselected(
+        items=[i for i, keep in zip(items, kept, strict=True) if not keep]
+    )
+    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
 
 
 def share_out(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -265,6 +265,7 @@ def test_info_command():
 # ---- wheel ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_wheel_is_complete_and_runs(tmp_path):
     checked_output_of(
         *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"),
@@ -330,11 +331,13 @@ def embedded_code(library, tmp_path):
     return found
 
 
+@pytest.mark.thorough  # make cuda-gate builds it, too
 def test_cuda_library_has_code_for_both_and_ptx(cuda_library, tmp_path):
     expected = {("code", 80), ("code", 90), ("ptx", 90)}
     assert embedded_code(cuda_library, tmp_path) == expected
 
 
+@pytest.mark.thorough
 def test_cuda_library_depends_on_torch_alone(cuda_library):
     dynamic = checked_output_of("readelf", "-d", str(cuda_library))
     libraries = re.findall(r"NEEDED.*\[(.*)\]", dynamic)

@@ -26,6 +26,8 @@ import specdec_ext.triton as backend
 from specdec_ext.testing import make_case
 from specdec_ext.testing import make_tree_case
 
+pytestmark = pytest.mark.thorough
+
 kind, arch, warp, extent = sys.argv[1:]
 arch = int(arch) if arch.isdigit() else arch
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, "gfx942": 64 * 1024}  # bytes of a program

@@ -15,6 +15,8 @@ from specdec_ext.decoding import decoder_trials
 from specdec_ext.decoding.decoder_positions import ToldPositions
 from specdec_ext.decoding.encoder_decoder import encoded
 
+pytestmark = pytest.mark.thorough
+
 VOCABULARY = 67
 NEW = 12
 PROMPTS = [[1, 9, 20], [1, 30, 31, 32, 33], [1]]  # of the decoder, to be left-padded

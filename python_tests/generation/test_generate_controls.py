@@ -35,6 +35,8 @@ from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.processors import Processors
 from specdec_ext.decoding.stopping import Stops
 
+pytestmark = pytest.mark.thorough
+
 NEW = 24
 
 

@@ -24,6 +24,8 @@ from specdec_ext.testing import (
     toy_models,
 )
 
+pytestmark = pytest.mark.thorough
+
 BIAS = 0.05  # total variation that every control exceeds
 
 

@@ -18,6 +18,8 @@ from conftest import f64
 
 from specdec_ext.testing import filtered_law, tv_bound
 
+pytestmark = pytest.mark.thorough
+
 V, GAMMA, LENGTH = 3, 2, 4
 N = 200_000
 

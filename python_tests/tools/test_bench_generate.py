@@ -16,6 +16,8 @@ import bench_generate as bench  # noqa: E402
 
 from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 
 def test_smoke(tmp_path, capsys):
     assert bench.main(["--quick", "--output", str(tmp_path)]) == 0

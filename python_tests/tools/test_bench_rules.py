@@ -19,6 +19,8 @@ from specdec_ext import theory  # noqa: E402
 from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
 from specdec_ext.decoding import generate  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 TINY = (
     "--prompts 2 --tokens 6 --replicas 2 --gamma 2 --threads 1 --seed 3 --beta 3 --tau 1 2".split()
 )

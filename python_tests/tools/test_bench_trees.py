@@ -22,6 +22,8 @@ from specdec_ext import theory  # noqa: E402
 from specdec_ext.commands.pair import load_pair  # noqa: E402
 from specdec_ext.decoding import GrownTree, StaticTree  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 TINY = ["--contexts", "4", "--search", "2", "--batch", "2", "--budget", "4"]
 
 
