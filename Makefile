@@ -63,7 +63,7 @@ $(NATIVE): $(READY) CMakeLists.txt $(wildcard csrc/*/CMakeLists.txt) $(SOURCES) 
 # One torch thread per worker: on two cores, two workers end sooner than two threads.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8
 
-# What can still find most in five minutes: see --representative in python_tests/conftest.py.
+# A choice of the cases: see --representative in python_tests/conftest.py.
 test: $(NATIVE)
 	$(PY) python_tests/helpers/fibres.py
 	$(PYTEST) --representative

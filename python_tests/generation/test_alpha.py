@@ -122,6 +122,11 @@ def test_trees_refuse():
         run(*tables(6), tree=StaticTree.from_widths([2, 1]), measure_alpha=True)
 
 
+def test_a_rule_without_sampled_drafts_refuses():
+    with pytest.raises(ValueError, match='measure_alpha must be False under the rule "top_beta"'):
+        run(*tables(6), rule="top_beta", measure_alpha=True)
+
+
 # --- policies -------------------------------------------------------------------------------------
 
 

@@ -80,18 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @command("check")
 def run(args: argparse.Namespace) -> int:
-    """Run the check.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-        What `add_arguments` declares.
-
-    Returns
-    -------
-    int
-        0; 1 if there is a bug; 2 if something is missing, or an option leaves nothing to compare.
-    """
+    """Run the check: status 1 if there is a bug."""
     for gamma in args.gamma:
         check_gamma(gamma)
     check_generation(args.temperature, args.seed, args.max_new_tokens)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from specdec_ext import ops
 from specdec_ext.commands.frame import (
     add_generation_arguments,
     add_json_argument,
@@ -30,7 +30,7 @@ from specdec_ext.commands.frame import (
 from specdec_ext.commands.page import ACCEPTED, REPLACED, TARGET, Page
 from specdec_ext.commands.pair import PAIR, Pair, Prompt, load_named
 from specdec_ext.contract import GREEDY_BELOW, rule_names
-from specdec_ext.theory import walltime_factor
+from specdec_ext.theory import acceptance_rate, walltime_factor
 
 if TYPE_CHECKING:
     from specdec_ext.decoding import Burst, Statistics
@@ -72,19 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @command("demo")
 def run(args: argparse.Namespace) -> int:
-    """Run the demo.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-        What `add_arguments` declares.
-
-    Returns
-    -------
-    int
-        0; 1 if greedy output differs and rounding does not explain it; 2 if something is missing,
-        or an option leaves nothing to compare.
-    """
+    """Run the demo: status 1 if greedy output differs and rounding does not explain it."""
     check_gamma(args.gamma)
     check_generation(args.temperature, args.seed, args.max_new_tokens)
     pair, prompts = load_named(args)
@@ -222,16 +210,17 @@ def mean_overlap(
     temperature : float
         Of both laws.
     """
-    overlaps = []
-    for prompt, new in zip(prompts, tokens, strict=False):
+
+    def rows(prompt: Prompt, new: list[int]) -> tuple[Tensor, Tensor]:
         text = torch.cat([prompt.ids, prompt.ids.new_tensor([new[:-1]])], 1)
-        with torch.inference_mode():
-            rows = [
-                model(input_ids=text).logits[0, prompt.ids.shape[1] - 1 :].contiguous()
-                for model in (pair.target, pair.draft)
-            ]
-        overlaps.append(ops.acceptance(*rows, temperature=temperature))
-    return float(torch.cat(overlaps).mean()) if overlaps else math.nan
+        first = prompt.ids.shape[1] - 1
+        models = (pair.target, pair.draft)
+        target, draft = (model(input_ids=text).logits[0, first:] for model in models)
+        return target, draft
+
+    texts = zip(prompts, tokens, strict=False)
+    with torch.inference_mode():
+        return acceptance_rate((rows(*text) for text in texts), temperature=temperature).mean
 
 
 def _transformers_speed(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> float:

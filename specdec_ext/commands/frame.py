@@ -44,7 +44,12 @@ def first_line(error: BaseException) -> str:
 
 
 def command(name: str) -> Callable[[Run], Run]:
-    """Make a command of a function: what it refuses is said on one line, and its status is 2."""
+    """Make a command of a function: what it refuses is said on one line, and its status is 2.
+
+    Such a function takes what its module's ``add_arguments`` declares and returns the exit status:
+    0, or 1 for a verdict. 2 is for what could not be judged: something is missing, a file is not
+    what it should be, a parameter is out of range or leaves nothing to compare.
+    """
 
     def wrap(run: Run) -> Run:
         @functools.wraps(run)

@@ -307,18 +307,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @command("plot")
 def run(args: argparse.Namespace) -> int:
-    """Draw the figures, or print their data.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-        What `add_arguments` declares.
-
-    Returns
-    -------
-    int
-        0; 2 if something is missing.
-    """
+    """Draw the figures, or print their data."""
     names = args.figures or FIGURES
     unknown = [name for name in names if name not in FIGURES]
     if unknown:

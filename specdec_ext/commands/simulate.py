@@ -109,18 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @command("simulate")
 def run(args: argparse.Namespace) -> int:
-    """Run the simulation.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-        What `add_arguments` declares.
-
-    Returns
-    -------
-    int
-        0; 2 if the file is not what it should be, or a parameter is out of range.
-    """
+    """Run the simulation."""
     filters = _filters(args)
     chains = load(args.file)
     predictions = simulate(

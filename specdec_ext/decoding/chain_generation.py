@@ -17,7 +17,6 @@ from specdec_ext.contract import (
     STATUS_NO_DRAFT_LAW,
     STATUS_NO_TARGET_LAW,
     STATUS_PARAMETER_OUT_OF_RANGE,
-    rule_names,
 )
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.alpha import AlphaSamples
@@ -121,7 +120,6 @@ class ChainGeneration:
     Rows of the batch are the running requests: a request that ends leaves the batch.
     """
 
-    lossless = rule_names(chains=True, lossless=True)  # at temperature 0, the same as "greedy"
     trees = False  # whether a round's draft is a tree
 
     def __init__(
@@ -135,8 +133,9 @@ class ChainGeneration:
         self.drafter = drafter
         self.policy = policy
         self.settings = settings
-        greedy, rule = settings.greedy, settings.rule
-        self.rule = RULES["greedy" if greedy and rule in self.lossless else rule]
+        rule = RULES[settings.rule]
+        # At temperature 0 a lossless rule is the same as "greedy", which reads no draft law.
+        self.rule = RULES["greedy"] if settings.greedy and rule.lossless else rule
         self.filters = {} if self.rule.name == "greedy" else settings.filters
         self.seeds = settings.seeds
         self.alpha = AlphaSamples(self.rule, policy, measured=settings.measure_alpha)

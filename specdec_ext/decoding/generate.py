@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_ext.contract import RULES
 from specdec_ext.decoding import arguments
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
 from specdec_ext.decoding.checks import flag, is_model, shown
@@ -146,7 +147,8 @@ def generate(
         Causal models only.
     measure_alpha : bool
         Compute sum_x min(p(x), q(x)) at every tested draft token, for `Statistics.alpha`: one more
-        pass over the rows a round, counted in the phase ``rest``. Chains only.
+        pass over the rows a round, counted in the phase ``rest``. Chains only, and not under
+        "top_beta", whose drafts are not sampled.
     on_round : callable, optional
         Called after every round with what it added (a list of `Burst`).
     progress : bool
@@ -332,6 +334,10 @@ def _prepare(given: Options) -> ChainGeneration:
         tree=tree is not None,
         **{name: getattr(given, name) for name in ("lenience", "beta", "tau", "epsilon", "delta")},
     )
+    if flags["measure_alpha"] and RULES[rule].ignores_sampling and not RULES[rule].lossless:
+        raise ValueError(
+            f'generate: measure_alpha must be False under the rule "{rule}", which samples no draft'
+        )
     stop = arguments.stop_tokens(target, given.eos_token_id)
     settings = Settings(
         prompts=ids,

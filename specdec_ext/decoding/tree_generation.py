@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
-from specdec_ext.contract import rule_names
 from specdec_ext.decoding.chain_generation import Burst, ChainGeneration
 from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import last_tokens
@@ -21,7 +20,6 @@ __all__ = ["TreeGeneration"]
 class TreeGeneration(ChainGeneration):
     """As `ChainGeneration`, whose loop it shares; a round drafts and verifies a tree."""
 
-    lossless = rule_names(trees=True, lossless=True)
     trees = True
     drafter: Any
 
