@@ -13,6 +13,8 @@ from importlib.util import find_spec
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = """
 import pkgutil, sys
 from importlib import import_module
@@ -25,8 +27,6 @@ from triton.runtime import driver
 import specdec_ext.triton as backend
 from specdec_ext.testing import make_case
 from specdec_ext.testing import make_tree_case
-
-pytestmark = pytest.mark.thorough
 
 kind, arch, warp, extent = sys.argv[1:]
 arch = int(arch) if arch.isdigit() else arch
