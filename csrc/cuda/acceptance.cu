@@ -66,7 +66,7 @@ __device__ void load_pair(const Rows& rows, const LawScratch& s, int64_t r, Pair
   __syncthreads();
 }
 
-__device__ double thread_overlap(const Pair& pair, int64_t tile) {
+__device__ float thread_overlap(const Pair& pair, int64_t tile) {
   RawTile target_raw, draft_raw;
   load_tile<Layout::kStriped>(pair.target.row, tile, &target_raw);
   load_tile<Layout::kStriped, true>(pair.draft_by_token, tile, &draft_raw);
@@ -81,7 +81,7 @@ __device__ double thread_overlap(const Pair& pair, int64_t tile) {
   for (int j = 0; j < kPerThread; ++j) {
     sums[j % 4] += fminf(target_scale * target_weight(p[j]), draft_scale * draft_weight(q[j]));
   }
-  return static_cast<double>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // Grid: (row, split).
@@ -125,7 +125,7 @@ void acceptance(const AcceptanceParams& given, const Gpu& gpu) {
   launch_map(gpu, workspace, map, &p.map);
   const LawScratch s = laws_at(workspace, reserved, 2 * p.rows, tiles, filters);
   launch_laws(gpu, Rows{p}, s);
-  const int64_t splits = splits_for(p.rows, target_tiles);
+  const int64_t splits = splits_for(gpu, p.rows, target_tiles);
   launch(gpu, "sum_overlaps", sum_overlaps, p.rows * splits, Rows{p}, s, workspace.at(tile_sums),
          splits);
 }

@@ -123,6 +123,23 @@ __device__ __forceinline__ uint64_t block_exclusive_sum(uint64_t value, uint64_t
 namespace specdec {
 namespace cuda {
 
+// warp_max of a number, by one integer reduction: keys are in the order of the floats. A NaN of
+// positive sign is the largest.
+__device__ __forceinline__ float warp_max_by_key(float value) {
+  const int bits = __float_as_int(value);
+  const int key = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
+  return __int_as_float(key ^ (key >> 31 & 0x7FFFFFFF));
+}
+
+// warp_sum by halves, without shared memory.
+__device__ __forceinline__ float warp_sum_by_halves(float value) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, lanes);
+  }
+  return value;
+}
+
 // Adds to a cell in shared memory, which may be read after a barrier. Exact, and the same whatever
 // the order: the carry of each addition to the low word is known from the word's old value. Two
 // 32-bit atomics, because 64-bit ones in shared memory are loops of compare-and-swap.

@@ -1,5 +1,5 @@
-// What the kernels of verify share: scratch memory, a request seen by a block, its rows and laws,
-// and the end of a decision. Included by verify.cu alone.
+// What the kernels of verify share: scratch memory, a request seen by a block, its rows and laws.
+// Included by verify.cu alone.
 #pragma once
 
 #include "../core/chain.h"
@@ -8,6 +8,7 @@
 #include "law_pass.cuh"
 #include "race.cuh"
 #include "shared.cuh"
+#include "work_queue.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -15,74 +16,90 @@ namespace {
 
 using namespace SPECDEC_CPU_ISA;
 
-// Up to this draft length every block that needs the laws combines them from the tiles itself.
-constexpr int64_t kMaxUnfinishedGamma = 8;
-constexpr int kMaxUnfinishedRows = 2 * kMaxUnfinishedGamma + 1;
-
 // Nodes whose facts a block looks at side by side.
 constexpr int kNodesAtOnce = 32;
 
-// A node of the block rule, between the launches.
+// A node of the block rule. `summed`: the mass of its residual is asked for.
 struct NodeState {
   double inflow;
-  NodeFacts facts;
-  int32_t status;
-  bool leaf;
-  bool below_leaf;
+  double p;  // of the draft token after it
+  double mass;
+  float log_p;
+  bool sampled;
+  bool summed;
 };
 
-struct Outcome {
-  int64_t accepted;
-  DrawTask draw;
+// A request whose laws are known, and what is decided of it.
+struct Decision {
+  Request request;
+  int32_t leaf;        // block rule: the node where the draft ends
+  int32_t unfinished;  // block rule: masses that are asked for and not there yet
 };
 
 // Rows of a request: target rows 0 .. gamma, then draft rows 0 .. gamma - 1 if there is a draft
 // law.
 struct Scratch {
-  int64_t rows = 0;    // of a request
-  int64_t tiles = 0;   // of the wider vocabulary: the stride of a row's tiles
-  int64_t groups = 0;  // likewise
-  bool finished = false;
+  int64_t rows = 0;       // of a request
+  int64_t tiles = 0;      // of the wider vocabulary: the stride of a row's tiles
+  int64_t groups = 0;     // likewise
+  int64_t sums = 0;       // residual masses that a request may ask for
+  bool finished = false;  // finish_laws has found the laws, else decide does
   bool races = false;
   TileSummary* summaries = nullptr;  // [B, rows, tiles]
   float* group_max = nullptr;        // [B, rows, groups], with filters
-  RowLaw* laws = nullptr;            // [B, rows], if finished
-  double* extras = nullptr;          // [B, rows], if finished, or with races: their winners
+  RowLaw* laws = nullptr;            // [B, rows]
+  double* extras = nullptr;          // [B, rows]; with races: their winners
   Runner* runners = nullptr;         // [B, rows, tiles], with races
+  Decision* decisions = nullptr;     // [B]
   NodeState* nodes = nullptr;        // [B, gamma + 1], block rule
-  double* node_masses = nullptr;     // [B, gamma + 1, tiles], block rule
-  double* draw_masses = nullptr;     // [B, tiles]
+  double* masses = nullptr;          // [B, sums, tiles]
   uint64_t* tile_sums = nullptr;     // [B, tiles]
-  Outcome* outcomes = nullptr;       // [B]
   uint32_t* counters = nullptr;      // [B, rows], all 0 after scan_laws
+  WorkQueue queue;                   // empty after scan_laws
 };
 
 // ---- requests and rows ---
 
-// open_request by one warp, for the whole block: columns are looked at side by side.
+// begin_request, and the columns counted side by side, by one full warp.
+__device__ Request count_columns(const VerifyParams& p, int64_t b) {
+  const int64_t lane = threadIdx.x % kWarp;
+  Request r = begin_request(p, b);
+  const int64_t length = draft_length(p, b, &r.status);
+  r.drafted = length;
+  for (int64_t base = 0; base < length && r.drafted == length; base += kWarp) {
+    const int64_t i = base + lane;
+    const bool usable = i >= length || column_state(p, b, i) == ColumnState::kUsable;
+    r.drafted = warp_min(usable ? length : i);
+  }
+  if (r.drafted < length && column_state(p, b, r.drafted) == ColumnState::kInvalid) {
+    r.status |= kInvalidDraftToken;
+  }
+  return r;
+}
+
+// As much of a request as says which of its rows are asked for, and their filters; for the whole
+// block.
+__device__ void open_for_rows(const VerifyParams& p, int64_t b, Request* shared) {
+  if (threadIdx.x < kWarp) {
+    const Request r = count_columns(p, b);
+    if (threadIdx.x == 0) *shared = r;
+  }
+  __syncthreads();
+}
+
+// open_request, for the whole block.
 __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared) {
   if (threadIdx.x < kWarp) {
-    const int64_t lane = threadIdx.x;
-    Request r = begin_request(p, b);
-    const int64_t length = draft_length(p, b, &r.status);
-    r.drafted = length;
-    for (int64_t base = 0; base < length && r.drafted == length; base += kWarp) {
-      const int64_t i = base + lane;
-      const bool usable = i >= length || column_state(p, b, i) == ColumnState::kUsable;
-      r.drafted = warp_min(usable ? length : i);
-    }
-    if (r.drafted < length && column_state(p, b, r.drafted) == ColumnState::kInvalid) {
-      r.status |= kInvalidDraftToken;
-    }
+    Request r = count_columns(p, b);
     if (!r.greedy) {
       bool in_range = is_uniform_in_range(p.randomness, b, p.gamma);
-      for (int64_t slot = lane; slot < r.drafted; slot += kWarp) {
+      for (int64_t slot = threadIdx.x; slot < r.drafted; slot += kWarp) {
         in_range &= is_uniform_in_range(p.randomness, b, slot);
       }
-      if (warp_min(static_cast<int32_t>(in_range)) == 0) r.status |= kParameterOutOfRange;
+      if (!__all_sync(kAllLanes, in_range)) r.status |= kParameterOutOfRange;
     }
     take_final_uniform(p, &r);
-    if (lane == 0) *shared = r;
+    if (threadIdx.x == 0) *shared = r;
   }
   __syncthreads();
 }
@@ -93,22 +110,33 @@ struct RowTask {
   ExtraTask extra;
 };
 
+// The node whose target or draft row a slot is.
+__device__ int64_t node_of_slot(const VerifyParams& p, int64_t slot) {
+  return slot <= p.gamma ? slot : slot - p.gamma - 1;
+}
+
+// A slot's row, whether anybody asks for it or not.
+__device__ Row row_of_slot(const VerifyParams& p, int64_t b, int64_t slot) {
+  const int64_t i = node_of_slot(p, slot);
+  return slot <= p.gamma ? target_row(p, b, i) : draft_row(p, b, i);
+}
+
 __device__ RowTask row_task(const VerifyParams& p, const Request& r, int64_t slot) {
   RowTask task;
-  const int64_t i = slot <= p.gamma ? slot : slot - p.gamma - 1;
+  const int64_t i = node_of_slot(p, slot);
   if (slot > p.gamma) {
-    if (wants_draft_row(p, r, i)) task.row = draft_row(p, r.b, i);
+    if (wants_draft_row(p, r, i)) task.row = row_of_slot(p, r.b, slot);
     task.filters = r.draft_filters;
     return task;
   }
-  if (i <= r.drafted) task.row = target_row(p, r.b, i);
+  if (i <= r.drafted) task.row = row_of_slot(p, r.b, slot);
   task.filters = r.target_filters;
   if (task.row.data != nullptr) task.extra = extra_task(p, r, i, task.row);
   return task;
 }
 
 // Scans this block's share of a row, unless nobody asks for it.
-template <bool kMasked>
+template <bool kMasked, Elements kElements = Elements::kAny>
 __device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, int64_t split,
                            int64_t splits) {
   if (task.row.data == nullptr) return;
@@ -116,83 +144,53 @@ __device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, i
   float* group_max = s.group_max != nullptr
                          ? s.group_max + row * s.groups + share.first * num_groups(kTile)
                          : nullptr;
-  scan_tiles<kMasked>(task.row, task.filters, false, task.extra, share.first, share.last,
-                      s.summaries + row * s.tiles + share.first, group_max);
+  scan_tiles<kMasked, kElements>(task.row, task.filters, false, task.extra, share.first, share.last,
+                                 s.summaries + row * s.tiles + share.first, group_max);
 }
 
 // ---- laws of one request ---
 
-// The laws of a request's rows: where finish_laws left them, or combined here.
-struct Laws {
-  const RowLaw* laws;
-  const double* extras;
-};
+// The law of a row without finish_laws. Collective over a full warp.
+__device__ RowLaw combine_row(const VerifyParams& p, const Scratch& s, const Request& r,
+                              int64_t slot, double* extra) {
+  const RowTask task = row_task(p, r, slot);
+  return combine_tiles(task.row, task.filters, false, task.extra,
+                       s.summaries + (r.b * s.rows + slot) * s.tiles, extra);
+}
 
-struct LawStorage {
-  SharedArray<RowLaw, kMaxUnfinishedRows> laws;
-  double extras[kMaxUnfinishedRows];
-};
-
-// Laws of nodes [first, last] of a request; a warp a row.
-__device__ Laws gather_laws(const VerifyParams& p, const Scratch& s, const Request& r,
-                            int64_t first, int64_t last, LawStorage* storage) {
-  const int64_t first_row = r.b * s.rows;
-  if (s.finished) return {s.laws + first_row, s.extras + first_row};
+// The laws of a request's rows, unless finish_laws has found them; a warp a row.
+__device__ void find_laws(const VerifyParams& p, const Scratch& s, const Request& r) {
+  if (s.finished) return;
   for (int64_t slot = threadIdx.x / kWarp; slot < s.rows; slot += kWarps) {
-    const int64_t node = slot <= p.gamma ? slot : slot - p.gamma - 1;
-    if (node < first || node > last) continue;
-    const RowTask task = row_task(p, r, slot);
     double extra = 0.0;
-    const RowLaw law = combine_tiles(task.row, task.filters, false, task.extra,
-                                     s.summaries + (first_row + slot) * s.tiles, &extra);
-    if (threadIdx.x % kWarp == 0) {
-      storage->laws[static_cast<int>(slot)] = law;
-      storage->extras[slot] = extra;
-    }
+    const RowLaw law = combine_row(p, s, r, slot, &extra);
+    if (threadIdx.x % kWarp != 0) continue;
+    s.laws[r.b * s.rows + slot] = law;
+    if (!s.races) s.extras[r.b * s.rows + slot] = extra;
   }
   __syncthreads();
-  return {storage->laws.data(), s.races ? s.extras + first_row : storage->extras};
 }
 
-__device__ LawRow target_law_row(const VerifyParams& p, const Request& r, const Laws& laws,
+__device__ LawRow target_law_row(const VerifyParams& p, const Scratch& s, const Request& r,
                                  int64_t i) {
-  return {target_row(p, r.b, i), laws.laws[i]};
+  return {target_row(p, r.b, i), s.laws[r.b * s.rows + i]};
 }
 
-__device__ LawRow draft_law_row(const VerifyParams& p, const Request& r, const Laws& laws,
+__device__ LawRow draft_law_row(const VerifyParams& p, const Scratch& s, const Request& r,
                                 int64_t i) {
   if (!wants_draft_row(p, r, i)) return {};
-  return {draft_row(p, r.b, i), laws.laws[p.gamma + 1 + i]};
+  return {draft_row(p, r.b, i), s.laws[r.b * s.rows + p.gamma + 1 + i]};
 }
 
-// Facts of nodes [base, base + kNodesAtOnce) up to `last`, whose laws must be there.
-__device__ void look_at_nodes(const VerifyParams& p, const Request& r, const Laws& laws,
-                              int64_t base, int64_t last, NodeFacts* facts) {
+// Facts of nodes [base, base + kNodesAtOnce) of a request. Collective over the block.
+__device__ void look_at_nodes(const VerifyParams& p, const Scratch& s, const Request& r,
+                              int64_t base, NodeFacts* facts) {
   const int64_t i = base + threadIdx.x;
-  if (threadIdx.x < kNodesAtOnce && i <= last) {
-    facts[threadIdx.x] = node_facts(p, r, i, target_law_row(p, r, laws, i),
-                                    draft_law_row(p, r, laws, i), laws.extras[i]);
+  if (threadIdx.x < kNodesAtOnce && i <= r.drafted) {
+    facts[threadIdx.x] = node_facts(p, r, i, target_law_row(p, s, r, i), draft_law_row(p, s, r, i),
+                                    s.extras[r.b * s.rows + i]);
   }
   __syncthreads();
-}
-
-// ---- decisions ---
-
-// The end of every decision: outputs by the request's first block, and each block's share of the
-// final residual's mass. `r` is shared and complete.
-__device__ void close_decision(const VerifyParams& p, const Scratch& s, Request* r, int64_t split,
-                               int64_t splits) {
-  if (split == 0) {
-    write_accepted(p, *r, threadIdx.x, kThreads);
-    if (threadIdx.x == 0) {
-      if (knows_token(&r->draw)) write_extra_token(p, r->b, r->accepted, r->draw);
-      s.outcomes[r->b] = {r->accepted, r->draw};
-    }
-  }
-  if (!needs_draw(r->draw) || !r->draw.residual || r->draw.mass >= 0.0) return;
-  const Share share = share_of(num_tiles(p.target.vocab), split, splits);
-  residual_mass_tiles(r->draw, share.first, share.last,
-                      s.draw_masses + r->b * s.tiles + share.first);
 }
 
 }  // namespace

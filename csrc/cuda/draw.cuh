@@ -4,7 +4,7 @@
 // residual, the draft's) once for the residual's mass, once for integer sums, 2 or 4 bytes an
 // entry, from L2 as a rule; then the last block to arrive reads one tile again. Writes 8 bytes a
 // tile. Numerics: weights in fp32, by the same instructions wherever they are computed; masses in
-// fp32 within a thread, float64 from there on; draws in uint64, exact and free of order.
+// fp32 within a warp, float64 from there on; draws in uint64, exact and free of order.
 #pragma once
 
 #include "../core/draw_task.h"
@@ -13,53 +13,72 @@
 namespace specdec {
 namespace cuda {
 
-// Weights of this thread's entries of a tile, under the target's law or the residual. kMapped: the
-// draft may have a reduced vocabulary. kTree: there may be lists of tokens, and a draft's law in
-// the place of the target's.
-template <Layout kLayout, bool kMapped, bool kTree>
-__device__ __forceinline__ void tile_weights(const DrawTask& task, bool residual, int64_t tile,
-                                             float* w) {
-  const bool has_draft = residual && task.draft.data != nullptr;
-  RawTile target_raw, draft_raw;
-  load_tile<kLayout, kMapped && kTree>(task.target, tile, &target_raw);
-  if (has_draft) load_tile<kLayout, kMapped>(task.draft, tile, &draft_raw);
-  widen_tile<kLayout>(task.target, tile, target_raw, w);
-  if (residual) exclude<kLayout>(task.target, tile, task.excluded, w);
-  if (kTree && residual) exclude_all<kLayout>(task.target, tile, task.tried, w);
-  if (!kTree || !task.target_law.linear) {
-    const ExpWeight target_weight(task.target_law);
+// Weights of a thread's entries under the target's law or the residual. What they take is computed
+// once, not in every tile. kMapped: the draft may have a reduced vocabulary. kTree: there may be
+// lists of tokens, and a draft's law in the place of the target's.
+template <bool kMapped, bool kTree>
+class TileWeights {
+ public:
+  __device__ __forceinline__ TileWeights(const DrawTask& task, bool residual)
+      : task_(&task),
+        residual_(residual),
+        target_weight_(task.target_law),
+        draft_weight_(task.draft_law),
+        target_scale_(static_cast<float>(task.coefficients.target / task.target_law.z)),
+        draft_scale_(static_cast<float>(task.coefficients.draft / task.draft_law.z)) {}
+
+  __device__ __forceinline__ const DrawTask& task() const { return *task_; }
+  __device__ __forceinline__ bool residual() const { return residual_; }
+
+  template <Layout kLayout>
+  __device__ __forceinline__ void at_tile(int64_t tile, float* w) const {
+    const bool has_draft = residual_ && task_->draft.data != nullptr;
+    RawTile target_raw, draft_raw;
+    load_tile<kLayout, kMapped && kTree>(task_->target, tile, &target_raw);
+    if (has_draft) load_tile<kLayout, kMapped>(task_->draft, tile, &draft_raw);
+    widen_tile<kLayout>(task_->target, tile, target_raw, w);
+    if (residual_) exclude<kLayout>(task_->target, tile, task_->excluded, w);
+    if (kTree && residual_) exclude_all<kLayout>(task_->target, tile, task_->tried, w);
+    if (!kTree || !task_->target_law.linear) {
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) w[j] = target_weight(w[j]);
+      for (int j = 0; j < kPerThread; ++j) w[j] = target_weight_(w[j]);
+    }
+    if (!residual_) return;
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale_, w[j]);
+    if (!has_draft) return;
+    float q[kPerThread];
+    widen_tile<kLayout>(task_->draft, tile, draft_raw, q);
+    if (kTree) exclude_all<kLayout>(task_->draft, tile, task_->no_draft, q);
+    if (!task_->draft_law.linear) {
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) q[j] = draft_weight_(q[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j] - multiply(draft_scale_, q[j]), 0.0f);
   }
-  if (!residual) return;
-  const float target_scale = static_cast<float>(task.coefficients.target / task.target_law.z);
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale, w[j]);
-  if (!has_draft) return;
-  float q[kPerThread];
-  widen_tile<kLayout>(task.draft, tile, draft_raw, q);
-  if (kTree) exclude_all<kLayout>(task.draft, tile, task.no_draft, q);
-  if (!task.draft_law.linear) {
-    const ExpWeight draft_weight(task.draft_law);
-#pragma unroll
-    for (int j = 0; j < kPerThread; ++j) q[j] = draft_weight(q[j]);
-  }
-  const float draft_scale = static_cast<float>(task.coefficients.draft / task.draft_law.z);
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j] - multiply(draft_scale, q[j]), 0.0f);
-}
+
+ private:
+  const DrawTask* task_;
+  bool residual_;
+  ExpWeight target_weight_;
+  ExpWeight draft_weight_;
+  float target_scale_;
+  float draft_scale_;
+};
 
 // Writes out[t - first], the residual's mass in tile t of [first, last). Collective over the block.
 template <bool kTree = false>
 __device__ inline void residual_mass_tiles(const DrawTask& task, int64_t first, int64_t last,
                                            double* out) {
+  const TileWeights<true, kTree> weights(task, true);
   sum_each_tile(first, last, out, [&](int64_t tile) {
     float w[kPerThread];
-    tile_weights<Layout::kStriped, true, kTree>(task, true, tile, w);
+    weights.template at_tile<Layout::kStriped>(tile, w);
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) sums[j % 4] += w[j];
-    return static_cast<double>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
   });
 }
 
@@ -68,6 +87,20 @@ __device__ __forceinline__ double sum_tiles(const double* values, int64_t n) {
   double sum = 0.0;
   for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) sum += values[t];
   return warp_sum(sum);
+}
+
+// The mass of a residual, by `splits` blocks that share `masses` and `counter` (0 before, and
+// after). True in every thread of the last one, with *mass set in its first warp. Collective over
+// the block.
+template <bool kTree>
+__device__ inline bool add_mass(const DrawTask& task, double* masses, uint32_t* counter,
+                                int64_t split, int64_t splits, double* mass) {
+  const int64_t tiles = num_tiles(task.target.vocab);
+  const Share share = share_of(tiles, split, splits);
+  residual_mass_tiles<kTree>(task, share.first, share.last, masses + share.first);
+  if (!is_last_block(counter, splits)) return false;
+  if (threadIdx.x < kWarp) *mass = sum_tiles(masses, tiles);
+  return true;
 }
 
 // Sets a token that takes no pass over the vocabulary. Whether there is one.
@@ -79,17 +112,14 @@ __device__ __forceinline__ bool knows_token(DrawTask* task) {
 
 // What is drawn from: the law, or the residual in units of 1 / unit.
 template <bool kMapped, bool kTree>
-struct DrawWeights {
-  const DrawTask& task;
-  bool residual;
+struct DrawWeights : TileWeights<kMapped, kTree> {
   double unit;
 
-  template <Layout kLayout>
-  __device__ __forceinline__ void at_tile(int64_t tile, float* w) const {
-    tile_weights<kLayout, kMapped, kTree>(task, residual, tile, w);
-  }
+  __device__ __forceinline__ DrawWeights(const DrawTask& task, bool residual, double mass)
+      : TileWeights<kMapped, kTree>(task, residual), unit(residual ? residual_unit(mass) : 0.0) {}
+
   __device__ __forceinline__ uint64_t fixed(float weight) const {
-    return residual ? fixed_weight(weight, unit) : fixed_weight(weight);
+    return this->residual() ? fixed_weight(weight, unit) : fixed_weight(weight);
   }
 };
 
@@ -143,7 +173,7 @@ template <typename Weights>
 __device__ __forceinline__ int64_t find_entry(const Weights& weights, const Place& place) {
   __shared__ int64_t found;
   const int64_t first = place.index * kTile;
-  const int64_t last = weights.task.target.vocab - 1;
+  const int64_t last = weights.task().target.vocab - 1;
   if (threadIdx.x == 0) found = last;
   float w[kPerThread];
   weights.template at_tile<Layout::kBlocked>(place.index, w);
@@ -176,14 +206,14 @@ __device__ inline bool draw(DrawTask* task, double mass, uint64_t* tile_sums, ui
   const int64_t tiles = num_tiles(task->target.vocab);
   // No residual mass, by rounding or because p = q: the target's own law is what is left.
   const bool residual = task->residual && mass > 0.0;
-  DrawWeights<kMapped, kTree> weights{*task, residual, residual ? residual_unit(mass) : 0.0};
   const Share share = share_of(tiles, split, splits);
+  DrawWeights<kMapped, kTree> weights(*task, residual, mass);
   fixed_sum_tiles(weights, share.first, share.last, tile_sums + share.first);
   if (!is_last_block(counter, splits)) return false;
   uint64_t total = 0;
   Place place = find_tile(tile_sums, tiles, task->u, &total);
-  if (total == 0 && weights.residual) {
-    weights.residual = false;
+  if (total == 0 && residual) {
+    weights = DrawWeights<kMapped, kTree>(*task, false, 0.0);
     fixed_sum_tiles(weights, 0, tiles, tile_sums);
     place = find_tile(tile_sums, tiles, task->u, &total);
   }

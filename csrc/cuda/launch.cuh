@@ -63,6 +63,31 @@ void launch(const Gpu& gpu, const char* name, void (*kernel)(Params...), int64_t
 #endif
 }
 
+// Of the current device. The stand-in's are few, so that blocks there take more than one tile.
+inline int64_t multiprocessors(const Gpu& gpu) {
+  (void)gpu;
+#ifdef SPECDEC_ON_FIBRES
+  return 8;
+#else
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    throw std::runtime_error(std::string("multiprocessors of the device: ") +
+                             cudaGetErrorString(cudaGetLastError()));
+  }
+  return count;
+#endif
+}
+
+// Asks for the line at an address, to be read soon.
+__device__ __forceinline__ void prefetch_line(const char* address) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+#else
+  (void)*static_cast<const volatile char*>(address);  // it must be there
+#endif
+}
+
 // An array that a Workspace has promised.
 template <typename T>
 struct Reserved {

@@ -9,6 +9,8 @@
 // tiles; filters in cutoff.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "tile.cuh"
 
 namespace specdec {
@@ -32,14 +34,10 @@ struct WarpSummary {
   float extra;
 };
 
+constexpr int kUnrolled = 2;  // tiles of the loop over plain rows
+
 constexpr double kLn2 = 0.6931471805599453;
 constexpr double kLog2E = 1.4426950408889634;
-
-// Of kernels that scan, for __launch_bounds__: a mask takes registers. Without one there is no
-// trace of it in the kernel.
-constexpr int scan_blocks(bool masked) {
-  return masked ? kBlocksAt80Registers : kBlocksAt64Registers;
-}
 
 // Every filter looks for its cutoff among the entries of the groups with the largest maxima.
 __device__ __forceinline__ bool wants_group_max(const Row& row, const Filters& filters) {
@@ -83,6 +81,19 @@ struct ScanTask {
   __device__ __forceinline__ bool looks_for(Look look) const { return (looks & look) != 0; }
 };
 
+// What the rows of a launch hold: one type, so that a kernel has no code for the others, or any.
+enum class Elements { kFloat32, kBFloat16, kFloat16, kAny };
+
+// Of kernels that scan, for __launch_bounds__: a mask takes registers. Without one there is no
+// trace of it in the kernel.
+constexpr int scan_blocks(bool masked) {
+  return masked ? kBlocksAt80Registers : kBlocksAt64Registers;
+}
+
+__device__ __forceinline__ constexpr bool may_hold(Elements elements, Element element) {
+  return elements == Elements::kAny || static_cast<int>(elements) == static_cast<int>(element);
+}
+
 // Maxima of the groups of a warp's vector: 16 lanes hold a group.
 __device__ __forceinline__ void write_group_max(float max, int step, float* group_max) {
 #pragma unroll
@@ -106,28 +117,57 @@ __device__ __forceinline__ void scan_probabilities(const float* x, WarpSummary* 
   s->valid = __all_sync(kAllLanes, valid);
 }
 
-// Weights against the warp's maximum. A NaN or +inf makes the sum NaN.
-__device__ __forceinline__ void sum_weights(const ScanTask& task, const float* x, WarpSummary* s) {
+// The largest |scale * max| for one multiply-add an entry, 2^(scale * x - product): what the
+// product has lost by rounding, every weight has too much, and that factor shall be near 1.
+constexpr float kFusedLimit = 0x1p22f;
+
+__device__ __forceinline__ bool is_fused(float product) { return fabsf(product) <= kFusedLimit; }
+
+// Sum of weights against the warp's maximum, before exact_sum. A NaN or +inf makes it NaN.
+__device__ __forceinline__ float sum_weights(const ScanTask& task, const float* x, float max) {
+  const float product = multiply(max, task.scale);
+  float sums[4];
+  if (is_fused(product)) {
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const float weight = exp2_weight(fmaf(x[j], task.scale, -product));
+      sums[j % 4] = j < 4 ? weight : sums[j % 4] + weight;
+    }
+  } else {
+    const float reference = max > -INFINITY ? max : 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const float weight = exp2_weight((x[j] - reference) * task.scale);
+      sums[j % 4] = j < 4 ? weight : sums[j % 4] + weight;
+    }
+  }
+  return warp_sum_by_halves((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// Takes away what all weights have too much. A quotient, so that one entry's weight comes out as 1.
+__device__ __forceinline__ float exact_sum(const ScanTask& task, float max, float sum) {
+  const float product = multiply(max, task.scale);
+  return is_fused(product) ? sum / exp2_weight(fmaf(max, task.scale, -product)) : sum;
+}
+
+// Sums of weights and of weight * log2(weight).
+__device__ __forceinline__ void sum_entropy(const ScanTask& task, const float* x, WarpSummary* s) {
   const float reference = s->max > -INFINITY ? s->max : 0.0f;
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   float entropies[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (task.looks_for(kEntropy)) {
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const float log2_weight = (x[j] - reference) * task.scale;
-      const float weight = exp2_weight(log2_weight);
-      sums[j % 4] += weight;
-      entropies[j % 4] += weight == 0.0f ? 0.0f : weight * log2_weight;
-    }
-    s->extra = warp_sum((entropies[0] + entropies[1]) + (entropies[2] + entropies[3]));
-  } else {
-#pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      sums[j % 4] += exp2_weight((x[j] - reference) * task.scale);
-    }
+  for (int j = 0; j < kPerThread; ++j) {
+    const float log2_weight = (x[j] - reference) * task.scale;
+    const float weight = exp2_weight(log2_weight);
+    sums[j % 4] += weight;
+    entropies[j % 4] += weight == 0.0f ? 0.0f : weight * log2_weight;
   }
+  s->extra = warp_sum((entropies[0] + entropies[1]) + (entropies[2] + entropies[3]));
   s->sum = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  s->valid = s->max <= FLT_MAX && s->sum <= FLT_MAX;
+}
+
+__device__ __forceinline__ bool is_valid_sum(float max, float sum) {
+  return max <= FLT_MAX && sum <= FLT_MAX;
 }
 
 __device__ __forceinline__ bool all_valid(const float* x) {
@@ -154,8 +194,9 @@ __device__ __forceinline__ float count_above(const float* x, float logit) {
   return static_cast<float>(warp_sum(count));
 }
 
+// `step_max`: of each of the thread's vectors.
 __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const float* x,
-                                                 float* group_max) {
+                                                 const float* step_max, float* group_max) {
   WarpSummary s{0.0f, 0, 1, 0.0f, 0.0f};
   if (task.looks_for(kLinear)) {
     scan_probabilities(x, &s);
@@ -164,15 +205,17 @@ __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const flo
   float max = -INFINITY;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    float step_max = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) step_max = fmaxf(step_max, x[step * kVector + j]);
-    max = fmaxf(max, step_max);
-    if (group_max != nullptr) write_group_max(step_max, step, group_max);
+    max = fmaxf(max, step_max[step]);
+    if (group_max != nullptr) write_group_max(step_max[step], step, group_max);
   }
-  s.max = warp_max(max);
+  s.max = warp_max_by_key(max);
   if (task.looks_for(kSum)) {
-    sum_weights(task, x, &s);
+    if (task.looks_for(kEntropy)) {
+      sum_entropy(task, x, &s);
+    } else {
+      s.sum = sum_weights(task, x, s.max);
+    }
+    s.valid = is_valid_sum(s.max, s.sum);
   } else {
     s.valid = all_valid(x);
   }
@@ -181,69 +224,155 @@ __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const flo
   return s;
 }
 
-// By one thread, in the order of warps.
-__device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
-                                                     const WarpSummary* warps) {
+// Combines part(w) of all warps in their order, by one thread. The loops stay loops: it is done
+// once a tile, and the code of the kernel around it shall stay small.
+template <typename Part>
+__device__ __forceinline__ TileSummary combine_warps(const ScanTask& task, const Part& part) {
   const bool linear = task.looks_for(kLinear);
+  const bool entropy = task.looks_for(kEntropy);
   TileSummary s{linear ? 0.0f : -INFINITY, 0, 1, 0.0, 0.0};
+#pragma unroll 1
   for (int w = 0; w < kWarps; ++w) {
-    s.valid &= warps[w].valid;
-    if (warps[w].max > s.max) {
-      s.max = warps[w].max;
-      s.argmax = warps[w].argmax;
+    const WarpSummary of_warp = part(w);
+    s.valid &= of_warp.valid;
+    if (of_warp.max > s.max) {
+      s.max = of_warp.max;
+      s.argmax = of_warp.argmax;
     }
   }
+#pragma unroll 1
   for (int w = 0; w < kWarps; ++w) {
-    if (task.looks_for(kRank)) s.extra += warps[w].extra;
-    if (!linear && !(warps[w].sum > 0.0f)) continue;
-    const float shift = linear ? 0.0f : (warps[w].max - s.max) * task.scale;
+    const WarpSummary of_warp = part(w);
+    if (task.looks_for(kRank)) s.extra += of_warp.extra;
+    if (!linear && !(of_warp.sum > 0.0f)) continue;
+    const float shift = linear ? 0.0f : (of_warp.max - s.max) * task.scale;
     const double weight = exp2_weight(shift);
-    s.sum += weight * warps[w].sum;
-    if (task.looks_for(kEntropy)) {
-      s.extra += weight * (warps[w].extra + static_cast<double>(shift) * warps[w].sum);
-    }
+    const float sum = linear || entropy ? of_warp.sum : exact_sum(task, of_warp.max, of_warp.sum);
+    s.sum += weight * sum;
+    if (entropy) s.extra += weight * (of_warp.extra + static_cast<double>(shift) * sum);
   }
   return s;
 }
 
-// The loop of scan_tiles, for rows of one type: `tiles` tiles from the beginning of a span. 16-bit
-// entries are loaded a tile ahead; 32-bit ones need as many registers as their values, and have
-// twice as many loads in flight anyway.
+__device__ __forceinline__ void find_step_max(const float* x, float* step_max) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    step_max[s] = x[s * kVector];
+#pragma unroll
+    for (int j = 1; j < kVector; ++j) step_max[s] = fmaxf(step_max[s], x[s * kVector + j]);
+  }
+}
+
+// out[k] = combine(k) for up to kTilesAtOnce tiles, once all warps have left their parts.
+// Collective over the block.
+template <typename Combine>
+__device__ __forceinline__ void write_summaries(int32_t tiles, const Combine& combine,
+                                                TileSummary* out) {
+  __syncthreads();
+  const int32_t k = static_cast<int32_t>(threadIdx.x);
+  if (k < tiles) out[k] = combine(k);
+  __syncthreads();
+}
+
+// What a warp leaves of a tile of which only the sum of weights is asked for.
+struct WarpSum {
+  float max;
+  float sum;  // before exact_sum
+};
+
+__device__ __forceinline__ WarpSummary summary_of(const WarpSum& s) {
+  return {s.max, 0, is_valid_sum(s.max, s.sum), s.sum, 0.0f};
+}
+
+// Scans `tiles` whole tiles from the beginning of an aligned span, for sums of weights alone.
+// 16-bit entries are loaded a tile ahead; 32-bit ones need as many registers as their values, and
+// have twice as many loads in flight anyway.
+template <Element kElement>
+__device__ __forceinline__ void sum_plain_tiles(const ScanTask& task, const Span& span,
+                                                int32_t tiles, TileSummary* out) {
+  __shared__ WarpSum of_warp[kTilesAtOnce][kWarps];
+  constexpr int kBytes = bytes_of(kElement);
+  Span at = span;  // from this thread's first vector on
+  at.data += vector_offset<Layout::kStriped>(0) * kBytes;
+  const auto load = [&](RawTile* raw) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      load_aligned<kBytes>(at, s * kWarp * kVector, &raw->step[s]);
+    }
+  };
+  RawTile raw;
+  load(&raw);
+  for (int32_t base = 0; base < tiles; base += kTilesAtOnce) {
+    const int32_t count = tiles - base < kTilesAtOnce ? tiles - base : kTilesAtOnce;
+#pragma unroll kUnrolled
+    for (int32_t k = 0; k < count; ++k) {
+      float x[kPerThread];
+      const float max = warp_max_by_key(max_of_vectors<kElement, kSteps>(raw.step));
+      widen_tile(kElement, raw, x);
+      at.data += kTile * kBytes;
+      if (base + k + 1 < tiles) load(&raw);
+      const float sum = sum_weights(task, x, max);
+      if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = {max, sum};
+    }
+    write_summaries(
+        count,
+        [&](int32_t k) {
+          return combine_warps(task, [&](int w) { return summary_of(of_warp[k][w]); });
+        },
+        out + base);
+  }
+}
+
+// Scans any tiles of a row, [first, first + tiles), whatever the task.
 template <Element kElement, bool kMasked>
-__device__ __forceinline__ void scan_span(const ScanTask& task, const Row& row, int64_t first,
-                                          int32_t tiles, TileSummary* out, float* group_max,
-                                          WarpSummary (*of_warp)[kWarps]) {
+__device__ __forceinline__ void scan_any_tiles(const ScanTask& task, const Row& row, int64_t first,
+                                               int32_t tiles, TileSummary* out, float* group_max,
+                                               WarpSummary (*of_warp)[kWarps]) {
   constexpr int kBytes = bytes_of(kElement);
   Span span = span_from<kBytes>(row, first * kTile);
   RawTile raw;
   bool loaded = false;
   for (int32_t k = 0; k < tiles; ++k) {
-    float x[kPerThread];
+    float x[kPerThread], step_max[kSteps];
     if (!loaded) load_span<Layout::kStriped, kBytes>(kElement, span, &raw);
     const uint32_t allowed = kMasked ? allowed_in_tile<Layout::kStriped>(row, first + k) : 0;
     widen_tile(kElement, raw, x);
     if (kMasked) hide_in_tile(allowed, task.looks_for(kLinear) ? 0.0f : -INFINITY, x);
+    find_step_max(x, step_max);
     span = {span.data + kTile * kBytes, span.left - kTile, kVector, task.looks_for(kLinear)};
-    loaded = kBytes == 2 && k + 1 < tiles && is_plain_tile(span);
+    loaded = kBytes == 2 && !kMasked && k + 1 < tiles && is_plain_tile(span);
     if (loaded) load_plain_tile<Layout::kStriped, kBytes>(span, &raw);
     const WarpSummary s =
-        scan_warp(task, x, group_max != nullptr ? group_max + k * kTileGroups : nullptr);
+        scan_warp(task, x, step_max, group_max != nullptr ? group_max + k * kTileGroups : nullptr);
     const int32_t waiting = k % kTilesAtOnce;
     if (threadIdx.x % kWarp == 0) of_warp[waiting][threadIdx.x / kWarp] = s;
     if (waiting + 1 < kTilesAtOnce && k + 1 < tiles) continue;
-    __syncthreads();
-    if (static_cast<int32_t>(threadIdx.x) <= waiting) {
-      out[k - waiting + threadIdx.x] = combine_warps(task, of_warp[threadIdx.x]);
-    }
-    __syncthreads();
+    write_summaries(
+        waiting + 1,
+        [&](int32_t i) { return combine_warps(task, [&](int w) { return of_warp[i][w]; }); },
+        out + (k - waiting));
   }
 }
 
+template <Element kElement, bool kMasked>
+__device__ __forceinline__ void scan_element(const ScanTask& task, const Row& row, int64_t first,
+                                             int32_t tiles, TileSummary* out, float* group_max,
+                                             WarpSummary (*of_warp)[kWarps]) {
+  int32_t plain = 0;
+  if (!kMasked && task.looks == kSum && group_max == nullptr) {
+    const Span span = span_from<bytes_of(kElement)>(row, first * kTile);
+    if (misalignment(span) == 0) plain = clamp_to(span.left / kTile, 0, tiles);
+    if (plain > 0) sum_plain_tiles<kElement>(task, span, plain, out);
+  }
+  scan_any_tiles<kElement, kMasked>(task, row, first + plain, tiles - plain, out + plain, group_max,
+                                    of_warp);
+}
+
 // Writes out[t - first] for the tiles [first, last) of a row (kMasked: all have a mask, else none)
-// in its own order and, if group_max is
-// not null and the row has a filter, group_max[(t - first) * kTileGroups + g]. Collective over the
-// block.
-template <bool kMasked>
+// in its own order and, if group_max is not null and the row has a filter,
+// group_max[(t - first) * kTileGroups + g]. Collective over the block. kElements: what all rows of
+// the launch hold.
+template <bool kMasked, Elements kElements = Elements::kAny>
 __device__ __forceinline__ void scan_tiles(const Row& row, const Filters& filters, bool want_argmax,
                                            const ExtraTask& extra, int64_t first, int64_t last,
                                            TileSummary* out, float* group_max) {
@@ -252,13 +381,14 @@ __device__ __forceinline__ void scan_tiles(const Row& row, const Filters& filter
   const ScanTask task(row, filters, want_argmax, extra);
   if (!wants_group_max(row, filters)) group_max = nullptr;
   const int32_t tiles = static_cast<int32_t>(last - first);
-  if (row.element == Element::kFloat32) {
-    scan_span<Element::kFloat32, kMasked>(task, row, first, tiles, out, group_max, of_warp);
-  } else if (row.element == Element::kBFloat16) {
-    scan_span<Element::kBFloat16, kMasked>(task, row, first, tiles, out, group_max, of_warp);
-  } else {
-    scan_span<Element::kFloat16, kMasked>(task, row, first, tiles, out, group_max, of_warp);
-  }
+  const auto scan = [&](auto element) {
+    constexpr auto kElement = decltype(element)::value;
+    if (!may_hold(kElements, kElement) || row.element != kElement) return;
+    scan_element<kElement, kMasked>(task, row, first, tiles, out, group_max, of_warp);
+  };
+  scan(std::integral_constant<Element, Element::kFloat32>{});
+  scan(std::integral_constant<Element, Element::kBFloat16>{});
+  scan(std::integral_constant<Element, Element::kFloat16>{});
 }
 
 // ---- a row
@@ -270,11 +400,13 @@ struct RowSums {
   double entropy;
 };
 
-// By a full warp: a tile a lane, combined in a tree that depends on the number of tiles alone.
-__device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, const RowLaw& law) {
+// By a full warp: a tile a lane, combined in a tree that depends on the number of tiles alone; but
+// for the tile `without`.
+__device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, const RowLaw& law,
+                                           int64_t without = -1) {
   RowSums sums{0.0, 0.0};
   for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) {
-    if (!(tiles[t].sum > 0.0)) continue;
+    if (t == without || !(tiles[t].sum > 0.0)) continue;
     const double shift =
         law.linear ? 0.0 : law.scale * (static_cast<double>(tiles[t].max) - law.max);
     const double weight = exp(shift);

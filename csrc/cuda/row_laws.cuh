@@ -92,7 +92,7 @@ __device__ __forceinline__ RowLaw law_of(const FilteredRow& task, const LawScrat
 
 template <typename Rows>
 void launch_scan(const Gpu& gpu, const Rows& rows, const LawScratch& s, bool want_argmax) {
-  const int64_t splits = splits_for(s.count, s.tiles);
+  const int64_t splits = splits_for(gpu, s.count, s.tiles);
   const auto kernel = rows.p.mask.words != nullptr ? scan_rows<Rows, true> : scan_rows<Rows, false>;
   launch(gpu, "scan_rows", kernel, s.count * splits, rows, s, want_argmax, splits);
 }

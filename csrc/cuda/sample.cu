@@ -116,7 +116,7 @@ void sample(const SampleParams& given, const Gpu& gpu) {
   const int64_t tiles = num_tiles(p.logits.vocab);
   const bool filters = has_filter_arrays(p.sampling);
   const LawReservation reserved = reserve_laws(&workspace, p.batch, tiles, filters);
-  const int64_t splits = splits_for(p.batch, tiles);
+  const int64_t splits = splits_for(gpu, p.batch, tiles);
   const auto tile_sums = workspace.reserve<uint64_t>(is_race(p) ? 0 : p.batch * tiles);
   const auto found = workspace.reserve<Runner>(is_race(p) ? p.batch * splits : 0);
   const MapReservation map = reserve_map(&workspace, p.map, false);

@@ -46,16 +46,39 @@ __device__ __forceinline__ Share share_of(int64_t tiles, int64_t split, int64_t 
   return {tiles * split / splits, tiles * (split + 1) / splits};
 }
 
-// About as many blocks as fill a chip.
-constexpr int64_t kChipBlocks = 2048;
+// How many blocks share each of `units` rows of `tiles` tiles: the number that is predicted to end
+// soonest. A block takes as long as its tiles, and for its beginning and end as kBeside tiles more;
+// two on a multiprocessor do not hold each other up, further ones do; and those that are not
+// resident wait for others to end.
+inline int64_t splits_for(const Gpu& gpu, int64_t units, int64_t tiles) {
+  constexpr int64_t kBeside = 3;
+  const int64_t chip = multiprocessors(gpu);
+  const int64_t resident = chip * kBlocksAt64Registers;
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t splits = 1; splits <= tiles; ++splits) {
+    const int64_t blocks = units * splits;
+    const int64_t waves = 2 * ((blocks + resident - 1) / resident);
+    const int64_t load = (blocks + chip - 1) / chip;
+    const int64_t each = (tiles + splits - 1) / splits + kBeside;
+    const int64_t time = each * (waves > load ? waves : load);
+    if (time < least) {
+      least = time;
+      best = splits;
+    }
+  }
+  return best;
+}
 
-// How many blocks share each of `units` rows of `tiles` tiles: one tile a block until the chip is
-// full, then several, so that a block's first loads and last sums are paid for less often.
-inline int64_t splits_for(int64_t units, int64_t tiles) {
-  constexpr int64_t kMostTiles = 8;
-  int64_t each = units * tiles / kChipBlocks;
-  each = each < 1 ? 1 : each > kMostTiles ? kMostTiles : each;
-  return (tiles + each - 1) / each;
+// Asks for the first bytes of a share of a row, a line a thread: they come into L2 while the block
+// finds out what to do with them.
+__device__ __forceinline__ void prefetch_share(const Row& row, int64_t split, int64_t splits) {
+  constexpr int64_t kLine = 128;  // bytes
+  if (row.data == nullptr) return;
+  const Share share = share_of(num_tiles(row.vocab), split, splits);
+  const int64_t bytes = row.element == Element::kFloat32 ? 4 : 2;
+  const int64_t place = share.first * kTile * bytes + threadIdx.x * kLine;
+  const int64_t end = share.last * kTile < row.vocab ? share.last * kTile : row.vocab;
+  if (place < end * bytes) prefetch_line(static_cast<const char*>(row.data) + place);
 }
 
 // Whether this is the last of `blocks` blocks to come here: it then sees what the others wrote
@@ -261,8 +284,11 @@ __device__ __forceinline__ uint64_t fixed_weight(float weight, double unit) {
 // Tiles whose threads' results wait for one barrier together.
 constexpr int kTilesAtOnce = 8;
 
-// Writes out[t - first] = sum over threads of value(t), added in the order of lanes and
-// warps. Collective over the block, and its threads meet at the end.
+__device__ __forceinline__ float sum_of_warp(float value) { return warp_sum_by_halves(value); }
+__device__ __forceinline__ uint64_t sum_of_warp(uint64_t value) { return warp_sum(value); }
+
+// Writes out[t - first] = sum over threads of value(t): within a warp in value's type, from there
+// on in T, in the order of warps. Collective over the block, and its threads meet at the end.
 template <typename T, typename Value>
 __device__ __forceinline__ void sum_each_tile(int64_t first, int64_t last, T* out,
                                               const Value& value) {
@@ -270,7 +296,7 @@ __device__ __forceinline__ void sum_each_tile(int64_t first, int64_t last, T* ou
   for (int64_t base = first; base < last; base += kTilesAtOnce) {
     const int tiles = clamp_to(last - base, 0, kTilesAtOnce);
     for (int k = 0; k < tiles; ++k) {
-      const T sum = warp_sum(value(base + k));
+      const T sum = sum_of_warp(value(base + k));
       if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = sum;
     }
     __syncthreads();

@@ -170,13 +170,6 @@ __device__ void ask_for_drafts(const VerifyTreeParams& p, const NodesAsGiven& gi
   }
 }
 
-// An empty queue; each block clears its request's share.
-__device__ void clear_queue(const WorkQueue& queue, int64_t b) {
-  const int64_t share = queue.capacity / queue.requests;
-  for (int64_t i = threadIdx.x; i < share; i += kThreads) queue.words[b * share + i] = 0;
-  if (b == 0 && threadIdx.x == 0) *queue.tickets = *queue.published = *queue.closed = 0;
-}
-
 // open_tree of core/tree.h. Grid: a block a request.
 __global__ void __launch_bounds__(kThreads)
     open_trees(const VerifyTreeParams p, const TreeScratch s) {

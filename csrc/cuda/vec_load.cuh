@@ -167,6 +167,53 @@ __device__ __forceinline__ void widen_vector(Element element, const RawVector& r
   }
 }
 
+// ---- maxima of entries as they lie in memory ---
+
+// Of two pairs of 16-bit entries. A NaN gives way to a number.
+template <Element kElement>
+__device__ __forceinline__ uint32_t max_of_pairs(uint32_t a, uint32_t b) {
+  static_assert(kElement != Element::kFloat32, "an entry is half a word");
+#ifdef __CUDA_ARCH__
+  uint32_t largest;
+  if (kElement == Element::kBFloat16) {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
+  } else {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
+  }
+  return largest;
+#else
+  const auto larger = [](uint32_t x, uint32_t y) {
+    const auto widen = kElement == Element::kBFloat16 ? widen_bfloat16 : widen_float16;
+    const float u = widen(static_cast<uint16_t>(x)), v = widen(static_cast<uint16_t>(y));
+    return (u < v || u != u ? y : x) & 0xFFFFu;
+  };
+  return larger(a >> 16, b >> 16) << 16 | larger(a, b);
+#endif
+}
+
+template <Element kElement, int kCount>
+__device__ __forceinline__ float max_of_vectors(const RawVector* raw) {
+  if constexpr (kElement == Element::kFloat32) {
+    float max = float_from_bits(raw[0].word[0]);
+#pragma unroll
+    for (int j = 1; j < kCount * kVector; ++j) {
+      max = fmaxf(max, float_from_bits(raw[j / kVector].word[j % kVector]));
+    }
+    return max;
+  } else {
+    constexpr int kWords = kVector / 2;
+    uint32_t pair = raw[0].word[0];
+#pragma unroll
+    for (int j = 1; j < kCount * kWords; ++j) {
+      pair = max_of_pairs<kElement>(pair, raw[j / kWords].word[j % kWords]);
+    }
+    if (kElement == Element::kBFloat16) {
+      return fmaxf(float_from_bits(pair << 16), float_from_bits(pair & 0xFFFF0000u));
+    }
+    return fmaxf(half_to_float(pair & 0xFFFFu), half_to_float(pair >> 16));
+  }
+}
+
 // ---- what is no plain row ---
 
 // Bits of the entries [first, first + kVector) of a masked row that are allowed. `first` is a

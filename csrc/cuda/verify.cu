@@ -2,27 +2,26 @@
 //
 // Launches, each over all requests at once and all on the caller's stream:
 //   laws     a block takes some tiles of one target or draft row: maximum and sum of exponentials
-//   finish   (filters, or long drafts) a block a row: cutoffs; the rows' laws
+//   finish   (filters) a block a row: cutoffs; the rows' laws
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
-//   masses   (block rule) a block takes some tiles of the residual at one node
-//   decide   a block takes some tiles of a request's final residual; every block of a request
-//            finds the decision for itself, which costs less than a launch
+//   decide   a block a request, and blocks that add up the residual masses it asks for
+//            (decide.cuh)
 //   draw     (but for the coupled rule) integer sums of the final law, tile by tile; a request's
 //            last block searches
-// so 3 for a stepwise rule without filters and 4 for the block rule. raw_logprobs adds 2, and a
-// reduced draft vocabulary 2 that come first (token_map.cuh).
+// so 3 for any rule without filters, and 4 with them. raw_logprobs adds 2, and a reduced draft
+// vocabulary 2 that come first (token_map.cuh).
 //
-// Reads 2 or 4 bytes per entry of each target and draft row, again both rows of the residuals of
-// undecided nodes, and both rows of the final residual twice, or each target row again for a race;
-// and what masks and reduced vocabularies cost (tile.cuh). Unlike the CPU's, a stepwise rule
+// Reads 2 or 4 bytes per entry of each target and draft row; again both rows of the residuals of
+// undecided nodes, and of the final residual once for its mass, unless that is known, and once for
+// the draw; or each target row again for a race; and what masks and reduced vocabularies cost
+// (tile.cuh). Unlike the CPU's, a stepwise rule
 // reads the rows after its first failure too: waiting for the decision would leave the chip idle.
 // Writes O(rows x tiles). Numerics: core/; float sums in fixed tiles combined in tile order, so
 // that neither splits nor the batch change a bit.
 #include "cutoff.cuh"
+#include "decide.cuh"
 #include "kernels.h"
 #include "token_map.cuh"
-#include "verify_block.cuh"
-#include "verify_stepwise.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -32,16 +31,18 @@ using namespace SPECDEC_CPU_ISA;
 
 // ---- laws ---
 
-template <bool kMasked>
+template <bool kMasked, Elements kElements>
 __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
     scan_laws(const VerifyParams p, const Scratch s, int64_t splits) {
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index / s.rows;
   const int64_t slot = unit.index % s.rows;
-  open_in_block(p, b, request.data());
+  prefetch_share(row_of_slot(p, b, slot), unit.split, splits);
+  open_for_rows(p, b, request.data());
   if (unit.split == 0 && threadIdx.x == 0) s.counters[unit.index] = 0;
-  scan_share<kMasked>(row_task(p, request[0], slot), s, unit.index, unit.split, splits);
+  if (unit.split == 0 && slot == 0) clear_queue(s.queue, b);
+  scan_share<kMasked, kElements>(row_task(p, request[0], slot), s, unit.index, unit.split, splits);
 }
 
 template <bool kMasked>
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   __shared__ SharedArray<Request, 1> request;
   __shared__ SharedArray<RowTask, 1> shared_task;  // registers are short
   const int64_t row = blockIdx.x;
-  open_in_block(p, row / s.rows, request.data());
+  open_for_rows(p, row / s.rows, request.data());
   if (threadIdx.x == 0) shared_task[0] = row_task(p, request[0], row % s.rows);
   __syncthreads();
   const RowTask& task = shared_task[0];
@@ -70,17 +71,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     race_rows(const VerifyParams p, const Scratch s, int64_t splits) {
   __shared__ SharedArray<Request, 1> request;
   __shared__ SharedArray<RaceTask, 1> task;
-  __shared__ LawStorage storage;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index / s.rows;
   const int64_t i = unit.index % s.rows;
-  open_in_block(p, b, request.data());
+  open_for_rows(p, b, request.data());
   const Request& r = request[0];
   if (r.greedy || i > r.drafted) return;
-  const LawRow target = target_law_row(p, r, gather_laws(p, s, r, i, i, &storage), i);
-  if (!target.law.valid) return;
-  if (threadIdx.x == 0) task[0] = {target, race_of(p.randomness, b, i)};
+  if (threadIdx.x < kWarp) {
+    double unused = 0.0;
+    const RowLaw law = s.finished ? s.laws[unit.index] : combine_row(p, s, r, i, &unused);
+    if (threadIdx.x == 0) task[0] = {{target_row(p, b, i), law}, race_of(p.randomness, b, i)};
+  }
   __syncthreads();
+  if (!task[0].law.valid) return;
   int64_t winner = -1;
   const bool last = run_race(task[0], s.runners + unit.index * s.tiles, s.counters + unit.index,
                              unit.split, splits, &winner);
@@ -92,20 +95,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 template <bool kMapped>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     draw_extra(const VerifyParams p, const Scratch s, int64_t splits) {
-  __shared__ SharedArray<Outcome, 1> outcome;
+  __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
-  if (threadIdx.x == 0) outcome[0] = s.outcomes[b];
-  __syncthreads();
-  DrawTask& task = outcome[0].draw;
+  copy_by_block(request.data(), s.decisions[b].request);
+  DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
-  double mass = task.mass;
-  if (task.residual && mass < 0.0) {
-    mass = sum_tiles(s.draw_masses + b * s.tiles, num_tiles(p.target.vocab));
-  }
-  const bool last =
-      draw<kMapped>(&task, mass, s.tile_sums + b * s.tiles, s.counters + b, unit.split, splits);
-  if (last && threadIdx.x == 0) write_extra_token(p, b, outcome[0].accepted, task);
+  const bool last = draw<kMapped>(&task, task.mass, s.tile_sums + b * s.tiles, s.counters + b,
+                                  unit.split, splits);
+  if (last && threadIdx.x == 0) write_extra_token(p, b, request[0].accepted, task);
 }
 
 // ---- raw logprobs ---
@@ -149,38 +147,64 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   Scratch s;
   const bool filters = any_filters(p);
   const bool block_rule = p.rule == Rule::kBlock;
-  const bool has_draft = p.draft.data != nullptr && reads_draft_law(p.rule);
+  const bool has_residuals = reads_draft_law(p.rule);
+  const bool has_draft = p.draft.data != nullptr && has_residuals;
   s.rows = p.gamma + 1 + (has_draft ? p.gamma : 0);
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.groups = s.tiles * num_groups(kTile);
-  s.finished = filters || p.gamma > kMaxUnfinishedGamma;
+  // Without a draft's law or a filter, the scan's sums tell the mass of any residual.
+  if (has_residuals && (has_draft || filters)) {
+    s.sums = has_draft && block_rule ? p.gamma + 1 : 1;
+  }
+  s.finished = filters;
   s.races = runs_races(p.rule);
   const int64_t rows = p.batch * s.rows;
-  const int64_t nodes = block_rule ? p.batch * (p.gamma + 1) : 0;
+  s.queue.requests = p.batch;
+  s.queue.capacity = p.batch * s.sums;
+  s.queue.splits = splits_for(gpu, p.batch * (s.sums > 0 ? s.sums : 1), s.tiles);
   const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
-  const auto laws = workspace->reserve<RowLaw>(s.finished ? rows : 0);
-  const auto extras = workspace->reserve<double>(s.finished || s.races ? rows : 0);
+  const auto laws = workspace->reserve<RowLaw>(rows);
+  const auto extras = workspace->reserve<double>(rows);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
-  const auto states = workspace->reserve<NodeState>(nodes);
-  const auto node_masses = workspace->reserve<double>(nodes * s.tiles);
-  const auto draw_masses = workspace->reserve<double>(p.batch * s.tiles);
-  const auto tile_sums = workspace->reserve<uint64_t>(p.batch * s.tiles);
-  const auto outcomes = workspace->reserve<Outcome>(p.batch);
+  const auto decisions = workspace->reserve<Decision>(p.batch);
+  const auto nodes = workspace->reserve<NodeState>(block_rule ? p.batch * (p.gamma + 1) : 0);
+  const auto masses = workspace->reserve<double>(p.batch * s.sums * s.tiles);
+  const auto tile_sums = workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles);
   const auto counters = workspace->reserve<uint32_t>(rows);
+  const auto queue = reserve_queue(workspace, s.queue);
   workspace->allocate(gpu);
   s.summaries = workspace->at(summaries);
   s.group_max = filters ? workspace->at(group_max) : nullptr;
   s.laws = workspace->at(laws);
   s.extras = workspace->at(extras);
   s.runners = workspace->at(runners);
-  s.nodes = workspace->at(states);
-  s.node_masses = workspace->at(node_masses);
-  s.draw_masses = workspace->at(draw_masses);
+  s.decisions = workspace->at(decisions);
+  s.nodes = workspace->at(nodes);
+  s.masses = workspace->at(masses);
   s.tile_sums = workspace->at(tile_sums);
-  s.outcomes = workspace->at(outcomes);
   s.counters = workspace->at(counters);
+  place_queue(*workspace, queue, &s.queue);
   return s;
+}
+
+// One a request; where masses may be asked for, as many as can have something to do at once, and no
+// more than about a chip holds: whoever came later would find that all is done.
+int64_t deciding_blocks(const Gpu& gpu, const Scratch& s) {
+  if (s.sums == 0) return s.queue.requests;
+  const int64_t blocks = s.queue.requests * s.sums * s.queue.splits;
+  const int64_t resident = multiprocessors(gpu) * kBlocksAt128Registers;
+  return blocks < resident ? blocks : resident;
+}
+
+// Rows of one type, and no mask, are what most calls have.
+auto scan_kernel(const VerifyParams& p, const Scratch& s) {
+  const bool has_draft = s.rows > p.gamma + 1;
+  if (p.mask.words != nullptr) return scan_laws<true, Elements::kAny>;
+  if (has_draft && p.draft.element != p.target.element) return scan_laws<false, Elements::kAny>;
+  if (p.target.element == Element::kFloat32) return scan_laws<false, Elements::kFloat32>;
+  if (p.target.element == Element::kBFloat16) return scan_laws<false, Elements::kBFloat16>;
+  return scan_laws<false, Elements::kFloat16>;
 }
 
 // Launches kernel(p, s, splits) over units x splits blocks, a row's tiles shared out among as many
@@ -188,7 +212,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
 void launch_split(const Gpu& gpu, const char* name,
                   void (*kernel)(const VerifyParams, const Scratch, int64_t), int64_t units,
                   const VerifyParams& p, const Scratch& s) {
-  const int64_t splits = splits_for(units, s.tiles);
+  const int64_t splits = splits_for(gpu, units, s.tiles);
   launch(gpu, name, kernel, units * splits, p, s, splits);
 }
 
@@ -203,19 +227,13 @@ void verify(const VerifyParams& given, const Gpu& gpu) {
   launch_map(gpu, workspace, map, &p.map);
   const int64_t nodes = p.batch * (p.gamma + 1);
   const bool masked = p.mask.words != nullptr;
-  launch_split(gpu, "scan_laws", masked ? scan_laws<true> : scan_laws<false>, p.batch * s.rows, p,
-               s);
+  launch_split(gpu, "scan_laws", scan_kernel(p, s), p.batch * s.rows, p, s);
   if (s.finished) {
     launch(gpu, "finish_laws", masked ? finish_laws<true> : finish_laws<false>, p.batch * s.rows, p,
            s);
   }
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, p, s);
-  if (p.rule == Rule::kBlock) {
-    launch_split(gpu, "block_masses", block_masses, nodes, p, s);
-    launch_split(gpu, "decide_block", decide_block, p.batch, p, s);
-  } else {
-    launch_split(gpu, "decide_stepwise", decide_stepwise, p.batch, p, s);
-  }
+  launch(gpu, "decide", decide, deciding_blocks(gpu, s), p, s);
   if (!s.races) {
     const bool mapped = p.map.ids.data != nullptr;
     launch_split(gpu, "draw_extra", mapped ? draw_extra<true> : draw_extra<false>, p.batch, p, s);

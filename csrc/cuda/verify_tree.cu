@@ -72,14 +72,9 @@ __device__ bool add_piece(const VerifyTreeParams& p, const TreeScratch& s, const
   const Work& work = ticket.work;
   if (threadIdx.x == 0) task[0] = task_of(p, s, work);
   __syncthreads();
-  const int64_t tiles = num_tiles(task[0].target.vocab);
-  double* masses = s.masses + (work.request * p.nodes + work.node) * s.tiles;
-  const Share share = share_of(tiles, ticket.piece, s.queue.splits);
-  residual_mass_tiles<true>(task[0], share.first, share.last, masses + share.first);
-  uint32_t* counter = s.laws.counters + work.request * s.rows + work.node;
-  if (!is_last_block(counter, s.queue.splits)) return false;
-  if (threadIdx.x < kWarp) *mass = sum_tiles(masses, tiles);
-  return true;
+  return add_mass<true>(task[0], s.masses + (work.request * p.nodes + work.node) * s.tiles,
+                        s.laws.counters + work.request * s.rows + work.node, ticket.piece,
+                        s.queue.splits, mass);
 }
 
 // Takes a request down from a node until it waits, or ends and has its winner: a stepwise rule.
@@ -185,8 +180,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
-  if (threadIdx.x == 0) request[0] = s.requests[b];
-  __syncthreads();
+  copy_by_block(request.data(), s.requests[b]);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
   const bool last = draw<kMapped, true>(&task, task.mass, s.tile_sums + b * s.tiles,
@@ -212,7 +206,6 @@ __global__ void __launch_bounds__(kThreads)
 
 // All scratch memory of a call, what the workspace has promised already included.
 TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* workspace) {
-  constexpr int64_t kQueueHeads = 3;
   TreeScratch s;
   const bool filters = any_filters(p);
   const bool has_draft = p.draft.data != nullptr && reads_draft_law(p.rule);
@@ -222,7 +215,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.queue.requests = p.batch;
   s.queue.capacity = 2 * nodes;
-  s.queue.splits = splits_for(p.batch, s.tiles);
+  s.queue.splits = splits_for(gpu, p.batch, s.tiles);
   const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, filters, true);
   const auto links = workspace->reserve<int32_t>(TreeMemory::kLinks * nodes);
   const auto tokens = workspace->reserve<int64_t>(TreeMemory::kTokens * nodes);
@@ -237,7 +230,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   const auto runners = workspace->reserve<Runner>(races ? nodes * s.tiles : 0);
   const auto masses = workspace->reserve<double>(nodes * s.tiles);
   const auto tile_sums = workspace->reserve<uint64_t>(p.batch * s.tiles);
-  const auto words = workspace->reserve<WorkWord>(kQueueHeads + s.queue.capacity);
+  const auto queue = reserve_queue(workspace, s.queue);
   workspace->allocate(gpu);
   s.laws = laws_at(*workspace, laws, p.batch * s.rows, s.tiles, filters, true);
   s.memory = {workspace->at(links), workspace->at(tokens), workspace->at(numbers),
@@ -251,20 +244,18 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   s.runners = workspace->at(runners);
   s.masses = workspace->at(masses);
   s.tile_sums = workspace->at(tile_sums);
-  s.queue.tickets = workspace->at(words);
-  s.queue.published = s.queue.tickets + 1;
-  s.queue.closed = s.queue.tickets + 2;
-  s.queue.words = s.queue.tickets + kQueueHeads;
+  place_queue(*workspace, queue, &s.queue);
   return s;
 }
 
 // As many as can have something to do at once, and no more than about a chip holds: whoever came
 // later would find that all is done.
-int64_t visiting_blocks(const VerifyTreeParams& p, const WorkQueue& queue) {
+int64_t visiting_blocks(const Gpu& gpu, const VerifyTreeParams& p, const WorkQueue& queue) {
   constexpr int64_t kVisitsAtOnce = 4;  // of a request, at a guess; one under a stepwise rule
   const int64_t visits = p.rule == Rule::kTraversal ? kVisitsAtOnce : 1;
   const int64_t blocks = p.batch * queue.splits * visits;
-  return blocks < kChipBlocks / 4 ? blocks : kChipBlocks / 4;
+  const int64_t resident = multiprocessors(gpu) * kBlocksAt128Registers;
+  return blocks < resident ? blocks : resident;
 }
 
 void launch_raw_logprobs(const Gpu& gpu, const VerifyTreeParams& p, const TreeScratch& s) {
@@ -289,12 +280,12 @@ void verify_tree(const VerifyTreeParams& given, const Gpu& gpu) {
   launch(gpu, "open_trees", open_trees, p.batch, p, s);
   launch_laws(gpu, TreeRows{p, s}, s.laws);
   if (s.winners != nullptr) {
-    const int64_t nodes = p.batch * p.nodes, splits = splits_for(nodes, s.tiles);
+    const int64_t nodes = p.batch * p.nodes, splits = splits_for(gpu, nodes, s.tiles);
     launch(gpu, "race_nodes", race_nodes, nodes * splits, p, s, splits);
   }
-  launch(gpu, "visit_trees", visit_trees, visiting_blocks(p, s.queue), p, s);
+  launch(gpu, "visit_trees", visit_trees, visiting_blocks(gpu, p, s.queue), p, s);
   if (s.winners == nullptr) {
-    const int64_t splits = splits_for(p.batch, s.tiles);
+    const int64_t splits = splits_for(gpu, p.batch, s.tiles);
     const auto kernel = p.map.ids.data != nullptr ? draw_token<true> : draw_token<false>;
     launch(gpu, "draw_token", kernel, p.batch * splits, p, s, splits);
   }

@@ -22,8 +22,8 @@ namespace {
 // What is to be summed at a node.
 enum class Sum : uint8_t {
   kNone,       // nothing: the request is to be opened
-  kMass,       // Pending::kMass and
-  kRestMass,   // kRestMass of core/tree.h
+  kMass,       // the residual after the node's child, or in a tree, its sampled children
+  kRestMass,   // trees: Pending::kRestMass of core/tree.h
   kFinalMass,  // the residual that the request's token is drawn from
 };
 
@@ -43,13 +43,13 @@ struct Ticket {
 using WorkWord = unsigned long long;  // what CUDA has atomics for
 
 __device__ WorkWord packed(const Work& work) {
-  static_assert(kMaxNodes <= 1024, "a node has 10 bits");
-  return static_cast<WorkWord>(work.request) << 12 | static_cast<WorkWord>(work.node) << 2 |
+  return static_cast<WorkWord>(work.request) << 18 | static_cast<WorkWord>(work.node) << 2 |
          static_cast<WorkWord>(work.sum);
 }
 
+// A node of a chain or tree has 16 bits (csrc/torch/arguments.cpp).
 __device__ Work unpacked(WorkWord word) {
-  return {static_cast<int64_t>(word >> 12), static_cast<int64_t>(word >> 2 & 1023),
+  return {static_cast<int64_t>(word >> 18), static_cast<int64_t>(word >> 2 & 0xFFFF),
           static_cast<Sum>(word & 3)};
 }
 
@@ -63,6 +63,31 @@ struct WorkQueue {
   int64_t requests = 0;
   int64_t splits = 1;
 };
+
+// ---- on the host ---
+
+constexpr int64_t kQueueHeads = 3;
+
+// Memory for a queue of this capacity.
+Reserved<WorkWord> reserve_queue(Workspace* workspace, const WorkQueue& queue) {
+  return workspace->reserve<WorkWord>(kQueueHeads + queue.capacity);
+}
+
+void place_queue(const Workspace& workspace, Reserved<WorkWord> reserved, WorkQueue* queue) {
+  queue->tickets = workspace.at(reserved);
+  queue->published = queue->tickets + 1;
+  queue->closed = queue->tickets + 2;
+  queue->words = queue->tickets + kQueueHeads;
+}
+
+// ---- on the device ---
+
+// An empty queue; a block for each request clears its share of a capacity that requests divide.
+__device__ void clear_queue(const WorkQueue& queue, int64_t b) {
+  const int64_t share = queue.capacity / queue.requests;
+  for (int64_t i = threadIdx.x; i < share; i += kThreads) queue.words[b * share + i] = 0;
+  if (b == 0 && threadIdx.x == 0) *queue.tickets = *queue.published = *queue.closed = 0;
+}
 
 // By one thread, which has seen to it that nobody else changes what the sum is of.
 __device__ void publish(const WorkQueue& queue, const Work& work) {

@@ -131,6 +131,33 @@ inline unsigned __ballot_sync(unsigned mask, int value,
   return specdec::fibres::vote_warp(mask, value != 0, site).ballot;
 }
 
+// ---- reductions ---------------------------------------------------------------------------------
+
+namespace specdec {
+namespace fibres {
+
+inline void largest_of_all(void** brought, int n) {
+  int largest = INT_MIN;
+  for (int i = 0; i < n; ++i) {
+    if (brought[i] == nullptr) continue;
+    const int one = *static_cast<int*>(brought[i]);
+    largest = one > largest ? one : largest;
+  }
+  for (int i = 0; i < n; ++i) {
+    if (brought[i] != nullptr) *static_cast<int*>(brought[i]) = largest;
+  }
+}
+
+}  // namespace fibres
+}  // namespace specdec
+
+inline int __reduce_max_sync(
+    unsigned mask, int value,
+    specdec::fibres::Site site = specdec::fibres::here("__reduce_max_sync")) {
+  specdec::fibres::meet_warp(mask, site, specdec::fibres::largest_of_all, &value);
+  return value;
+}
+
 // ---- shuffles -----------------------------------------------------------------------------------
 
 namespace specdec {
@@ -275,26 +302,27 @@ inline int __clzll(long long x) {
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
-inline float __uint_as_float(unsigned bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
+namespace specdec {
+namespace fibres {
+
+template <typename To, typename From>
+To same_bits(From value) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To result;
+  memcpy(&result, &value, sizeof result);
+  return result;
 }
 
-inline unsigned __float_as_uint(float value) {
-  unsigned bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
+}  // namespace fibres
+}  // namespace specdec
 
+inline float __uint_as_float(unsigned bits) { return specdec::fibres::same_bits<float>(bits); }
+inline float __int_as_float(int bits) { return specdec::fibres::same_bits<float>(bits); }
+inline int __float_as_int(float value) { return specdec::fibres::same_bits<int>(value); }
+inline unsigned __float_as_uint(float value) { return specdec::fibres::same_bits<unsigned>(value); }
 inline double __longlong_as_double(long long bits) {
-  double value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
+  return specdec::fibres::same_bits<double>(bits);
 }
-
 inline long long __double_as_longlong(double value) {
-  long long bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
+  return specdec::fibres::same_bits<long long>(value);
 }

@@ -235,7 +235,6 @@ def test_mistakes_are_errors_that_name_the_kernel(threads):
 # --------------------------------------------------------------------------------------------------
 
 OPERATORS = [name for name in FAKES if name != "tree_attention"]  # which has no C++ kernels
-STEPWISE = rule_names(chains=True, stepwise=True)
 READ_DRAFT_LAW = rule_names(reads_draft_law=True)
 MASKED = dict(allowed_mask=True)
 REDUCED = dict(draft_vocab=50, draft_token_ids=True)
@@ -348,16 +347,14 @@ def plain(rule, batch=4, gamma=5, vocab=97, **options):
 
 
 @pytest.mark.parametrize("vocab", [3, 97, 20_011])
-@pytest.mark.parametrize("rule", STEPWISE)
-def test_stepwise_rules_launch_three_times(rule, vocab):
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gamma", [5, 20])
+def test_rules_launch_three_times(rule, gamma, vocab):
     # top_beta reports logprobs of the raw law, which is two passes of its own.
     most = 5 if rule == "top_beta" else 3
-    assert fibres.asked_by(32, plain(rule, vocab=vocab)).launches <= most
-
-
-@pytest.mark.parametrize("vocab", [3, 97, 20_011])
-def test_block_rule_launches_four_times(vocab):
-    assert fibres.asked_by(32, plain("block", vocab=vocab)).launches <= 4
+    for draft in ("logits", "probs", "none"):
+        call = plain(rule, gamma=gamma, vocab=vocab, draft=draft)
+        assert fibres.asked_by(32, call).launches == most
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -496,7 +493,9 @@ def test_scratch_of_masks_races_and_maps(rule):
     if rule == "coupled":
         other = make_case(3, batch=batch, gamma=gamma, vocab=vocab, rule="typical", philox=True)
         asked = fibres.asked_by(32, lambda: fibres.operators(32).verify(**other.inputs))
-        assert 0 <= plain - asked.bytes - 16 * batch * (gamma + 1) * tiles < 4096
+        # It takes no sums of a draw.
+        races = 16 * batch * (gamma + 1) * tiles - 8 * batch * tiles
+        assert 0 <= plain - asked.bytes - races < 4096
 
 
 # --------------------------------------------------------------------------------------------------
@@ -606,12 +605,14 @@ def on_fibres(script, threads):
     return script.replace("torch.ops.specdec", operators)
 
 
+@pytest.mark.thorough
 @threads_of_a_block
 def test_nothing_is_read_beside_the_tensors(run_python, threads):
     done = run_python(on_fibres(FENCED, threads))
     assert done.returncode == 0 and "unharmed" in done.stdout, done.stderr
 
 
+@pytest.mark.thorough
 @threads_of_a_block
 def test_offsets_beyond_32_bits(run_python, threads):
     done = run_python(on_fibres(FAR, threads))
@@ -652,6 +653,7 @@ print("unharmed")
 """
 
 
+@pytest.mark.thorough
 @threads_of_a_block
 def test_rows_times_vocabulary_beyond_32_bits(run_python, threads):
     done = run_python(TABLE, str(threads))
