@@ -88,6 +88,7 @@ sanitize: $(READY)
 
 cuda-gate: $(READY)
 	$(PY) setup.py --quiet cuda_gate
+	$(PY) benchmarks/gpu/budgets.py build/cuda-gate/_C_cuda.so
 
 # ---- the oldest versions that pyproject.toml takes -----------------------------------------------
 

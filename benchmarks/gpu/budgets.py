@@ -1,0 +1,200 @@
+"""What the CUDA kernels cost by their machine code, and what they may cost: no GPU is needed.
+
+For each kernel of a library and one architecture: registers, the blocks that a multiprocessor holds
+by them and by shared memory, loads and stores of spilled registers, size of the code and, for
+kernels that stream rows, instructions and float64 instructions an entry along the cheapest way
+round their loop (`gpu.sass`). A kernel that costs more than its budget is named, and the command
+fails. A budget is what the kernel cost when it was last improved: it may be lowered, not raised.
+
+``make cuda-gate`` builds the library and runs this::
+
+    python benchmarks/gpu/budgets.py build/cuda-gate/_C_cuda.so
+    python benchmarks/gpu/budgets.py build/cuda-gate/_C_cuda.so --out budgets.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common  # noqa: E402
+
+from gpu.sass import Kernel, kernels  # noqa: E402
+
+ARCH = 90
+THREADS = 256  # of every block: csrc/cuda/launch.cuh
+
+
+class Stream(NamedTuple):
+    """The loop of a kernel over the entries of rows: how a round of it is recognised."""
+
+    loads: int  # of 16 bytes by a thread, in the shortest round
+    exponentials: int
+    entries: int  # that a load brings, in each of the rows that are read together
+
+    @property
+    def work(self) -> dict[str, int]:
+        """What `Kernel.streaming_loop` looks for."""
+        return {"LDG.E.128": self.loads, "MUFU.EX2": self.exponentials}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a kernel may cost."""
+
+    kilobytes: int  # of code
+    spills: int = 0
+    registers: int = 128
+    stream: Stream | None = None
+    per_entry: float = 0.0  # instructions
+    fp64: float = 0.0  # of them, float64
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a kernel costs; of several with one name, the most."""
+
+    name: str
+    kilobytes: float
+    spills: int
+    registers: int
+    blocks: int  # that a multiprocessor holds at once
+    per_entry: float | None = None
+    fp64: float | None = None
+
+    def excess(self, budget: Budget) -> list[str]:
+        """Say what is above the budget."""
+        pairs = {
+            "KB of code": (self.kilobytes, budget.kilobytes),
+            "spills": (self.spills, budget.spills),
+            "registers": (self.registers, budget.registers),
+            "instructions an entry": (self.per_entry, budget.per_entry),
+            "float64 instructions an entry": (self.fp64, budget.fp64),
+        }
+        return [
+            f"{self.name}: {cost:.4g} {what}, the budget is {most:.4g}"
+            for what, (cost, most) in pairs.items()
+            if cost is not None and cost > most
+        ]
+
+
+PLAIN_16 = Stream(loads=4, exponentials=32, entries=8)  # two tiles a round
+PLAIN_32 = Stream(loads=8, exponentials=32, entries=4)
+ANY_ROW = Stream(loads=2, exponentials=16, entries=8)  # a tile a round, of any type of entry
+
+BUDGETS = {
+    "scan_laws<0, 1>": Budget(60, registers=64, stream=PLAIN_16, per_entry=7),  # bfloat16
+    "scan_laws<0, 2>": Budget(60, registers=64, stream=PLAIN_16, per_entry=7),  # float16
+    "scan_laws<0, 0>": Budget(61, registers=64, stream=PLAIN_32, per_entry=7.5),
+    "scan_laws<0, 3>": Budget(113, spills=6, registers=64),  # rows of two types
+    "scan_laws<1, 3>": Budget(109, spills=2, registers=80),  # masked
+    "scan_rows<0>": Budget(82, spills=12, registers=64),
+    "finish_laws<0>": Budget(251, spills=9, registers=80),
+    "finish_laws<1>": Budget(323, spills=33, registers=80),
+    "finish_rows<1>": Budget(264, spills=9, registers=80),
+    "race_rows": Budget(113, spills=12, registers=80),
+    "race_nodes": Budget(87, spills=6, registers=80),
+    "decide": Budget(309, spills=186, stream=ANY_ROW, per_entry=16),
+    "draw_extra<0>": Budget(150, spills=29, registers=80, stream=ANY_ROW, per_entry=14.5),
+    "draw_extra<1>": Budget(181, spills=3, registers=80, stream=ANY_ROW, per_entry=14.5),
+    "visit_trees": Budget(243, spills=371, stream=ANY_ROW, per_entry=18.5, fp64=0.1),
+}
+
+#: Of any other kernel.
+OTHERWISE = Budget(265)
+
+
+def cost_of(kernel: Kernel, stream: Stream | None) -> Cost:
+    """Measure a kernel's code."""
+    per_warp = -(-kernel.registers // 8) * 8 * 32  # registers are given to warps by 256
+    by_registers = 65_536 // (per_warp * THREADS // 32)
+    by_shared = 233_472 // (-(-(kernel.shared + 1024) // 128) * 128)
+    most = 2048 // THREADS
+    cost = Cost(
+        kernel.name,
+        round(kernel.bytes / 1024, 1),
+        kernel.spills,
+        kernel.registers,
+        min(by_registers, by_shared, most),
+    )
+    loop = kernel.streaming_loop(stream.work) if stream is not None else None
+    if stream is None or loop is None:
+        return cost
+    entries = loop.count("LDG.E.128") * stream.entries
+    return Cost(
+        **{
+            **vars(cost),
+            "per_entry": round(len(loop.instructions) / entries, 2),
+            "fp64": round(loop.fp64 / entries, 3),
+        }
+    )
+
+
+def worst(costs: Iterable[Cost]) -> list[Cost]:
+    """Give one cost for each name, in the order of names."""
+    found: dict[str, Cost] = {}
+    for cost in costs:
+        other = found.get(cost.name)
+        if other is None or (cost.spills, cost.kilobytes) > (other.spills, other.kilobytes):
+            found[cost.name] = cost
+    return [found[name] for name in sorted(found)]
+
+
+def table(costs: Sequence[Cost]) -> str:
+    """Format the costs, each with its budget where it has one of its own."""
+
+    def entry(cost: Cost, what: str, decimals: int) -> str:
+        value, budget = getattr(cost, what), BUDGETS.get(cost.name)
+        if value is None:
+            return ""
+        return f"{value:.{decimals}f}" + (f" of {getattr(budget, what):g}" if budget else "")
+
+    rows = [
+        (
+            cost.name,
+            entry(cost, "per_entry", 2),
+            entry(cost, "fp64", 2),
+            entry(cost, "spills", 0),
+            entry(cost, "registers", 0),
+            str(cost.blocks),
+            entry(cost, "kilobytes", 0),
+        )
+        for cost in costs
+    ]
+    header = ("kernel", "instructions an entry", "float64 an entry", "spills", "registers")
+    return common.markdown_table((*header, "blocks", "KB"), rows)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("library", type=Path, help="a library or object file with the kernels")
+    parser.add_argument("--arch", type=int, default=ARCH, help="90 (the default): sm_90")
+    parser.add_argument("--out", type=Path, help="write the table to this file too")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; give 1 if a budget is exceeded."""
+    options = parse(argv)
+    found = kernels(options.library, options.arch)
+    costs = worst(cost_of(k, BUDGETS.get(k.name, OTHERWISE).stream) for k in found)
+    text = table(costs)
+    print(text)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+    excess = [line for c in costs for line in c.excess(BUDGETS.get(c.name, OTHERWISE))]
+    missing = sorted(set(BUDGETS) - {cost.name for cost in costs})
+    excess += [f"{name}: there is no such kernel" for name in missing]
+    print("\n".join(excess) or "all within their budgets")
+    return 1 if excess else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
