@@ -49,7 +49,7 @@ FOLDERS = [TESTS, *(path for path in sorted(TESTS.glob("[a-z]*")) if path.is_dir
 
 # Derandomised: a failure seen once is seen by everybody.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=60)
-settings.load_profile("suite")
+settings.register_profile("few", parent=settings.get_profile("suite"), max_examples=15)
 
 # Test processes run side by side; test_threads.py sets what it needs.
 torch.set_num_threads(1)
@@ -73,38 +73,60 @@ def backend_of(item: pytest.Item) -> Backend | None:
     return next((value for value in values if isinstance(value, Backend)), None)
 
 
-#: How many cases of a test ``--representative`` keeps on a backend.
-MOST_CASES = 6
+#: How many cases ``--representative`` keeps of a test that is about no backend.
+MOST_CASES = 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--representative",
         action="store_true",
-        help=f"of each test's cases, up to {MOST_CASES} on a backend in which a parameter has a "
-        "value for the first time; leave out tests marked thorough",
+        help="of each test, a few cases on each backend in which a parameter has a value for the "
+        "first time (helpers/backends.py); leave out tests marked thorough",
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples hypothesis tries, before tests read it."""
+    settings.load_profile("few" if config.getoption("--representative") else "suite")
+
+
 class Representatives:
-    """Chooses, of each test and backend, `MOST_CASES` that each bring a value not seen before."""
+    """Chooses, of each test and backend, a few cases that each bring a value not seen before."""
 
     def __init__(self) -> None:
         self.seen: dict[str, set[tuple[str, str]]] = {}  # values of parameters, of each test
         self.kept: Counter[tuple[str, str]] = Counter()  # cases of each test and backend
+        self.covered: set[tuple[tuple[str, str], str]] = set()  # there, values that a test names
 
     def keeps(self, item: pytest.Item) -> bool:
         if item.get_closest_marker("thorough"):
             return False
         if not hasattr(item, "callspec"):
             return True
-        test, chosen = item.nodeid.partition("[")[0], backend_of(item)
-        place = (test, chosen.name if chosen else "")
+        test, backend = item.nodeid.partition("[")[0], backend_of(item)
+        if backend is not None and not backend.is_chosen(item):
+            return False
+        place, most = (test, ""), MOST_CASES
+        if backend is not None:
+            place, most = (test, backend.name), backend.most
+        if self.covers(item, place) and (backend is None or backend.chosen is None):
+            return True
         values = {(name, repr(value)) for name, value in item.callspec.params.items()}
         seen = self.seen.setdefault(test, set())
-        if values <= seen or self.kept[place] == MOST_CASES:
+        if values <= seen or self.kept[place] == most:
             return False
         seen |= values
+        self.kept[place] += 1
+        return True
+
+    def covers(self, item: pytest.Item, place: tuple[str, str]) -> bool:
+        """Whether a case is the first there with a value of the parameter that its test names."""
+        marker = item.get_closest_marker("every")
+        value = (place, repr(item.callspec.params[marker.args[0]])) if marker else None
+        if value is None or value in self.covered:
+            return False
+        self.covered.add(value)
         self.kept[place] += 1
         return True
 

@@ -124,6 +124,7 @@ def best_variant():
     ).stdout.strip()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("isa", VARIANTS)
 def test_capability_is_respected_or_refused(isa):
     status, output = output_of(sys.executable, "-c", DRAW, SPECDEC_CPU_CAPABILITY=isa)
@@ -133,6 +134,7 @@ def test_capability_is_respected_or_refused(isa):
         assert status != 0 and "SPECDEC_CPU_CAPABILITY must be one of" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", ["avx", "", "AVX2"])
 def test_unknown_capability_is_refused(value):
     status, output = output_of(sys.executable, "-c", DRAW, SPECDEC_CPU_CAPABILITY=value)
@@ -364,6 +366,7 @@ print([has(f"specdec::{name}", "CUDA") for name in operators])
 """
 
 
+@pytest.mark.thorough
 def test_cuda_library_registers_every_operator(cuda_library):
     # A torch without CUDA has all but one of the symbols, and the build made a stub for that one.
     stub = cuda_library.with_name("libtorch_cuda.so")
@@ -374,6 +377,7 @@ def test_cuda_library_registers_every_operator(cuda_library):
     assert output == f"{[True] * len(OPERATORS)}\n"
 
 
+@pytest.mark.thorough
 def test_cuda_that_is_asked_for_needs_nvcc(tmp_path):
     status, output = output_of(
         *(sys.executable, "-m", "cmake", "-S", str(ROOT), "-B", str(tmp_path)),

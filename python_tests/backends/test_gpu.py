@@ -229,16 +229,20 @@ def test_launches_of_trees(on_gpu, rule, batch, nodes):
     assert 1 <= len(found) <= 5, found
 
 
-def test_no_tree_waits_for_the_device(on_gpu, target):
-    inputs = [checks.on(case, DEVICE).inputs for case in tree_cases()]
-    for given in inputs:
-        target.operators.verify_tree(**given)
+def never_waits(operator, cases):
+    inputs = [checks.on(case, DEVICE).inputs for case in cases]
+    for given in inputs:  # libraries and workspaces are there after a first call
+        operator(**given)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for given in inputs:
-            target.operators.verify_tree(**given)
+            operator(**given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_tree_waits_for_the_device(on_gpu, target):
+    never_waits(target.operators.verify_tree, tree_cases())
 
 
 # ---- repeatability ------------------------------------------------------------------------------
@@ -279,15 +283,7 @@ def test_graph_replay_on_other_inputs(target, variant, rule):
 
 def test_nothing_waits_for_the_device(on_gpu):
     cases = [make_case(k, rule=rule, vocab=9001) for k, rule in enumerate(RULES)]
-    inputs = [checks.on(case, DEVICE).inputs for case in cases]
-    for given in inputs:  # libraries and workspaces are there after a first call
-        on_gpu.operators.verify(**given)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for given in inputs:
-            on_gpu.operators.verify(**given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    never_waits(on_gpu.operators.verify, cases)
 
 
 def test_second_device(on_gpu):
@@ -317,13 +313,13 @@ def test_extra_memory_is_small(on_gpu, rule, filters):
 
 
 @pytest.mark.parametrize("batch", [1, 32])
-@pytest.mark.parametrize("rule, most", [("token", 3), ("block", 4), ("coupled", 3)])
-def test_launches(on_gpu, rule, most, batch):
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_launches(on_gpu, rule, batch):
     if on_gpu.name != "cuda":
         pytest.skip("the bound is that of the CUDA kernels")
     inputs = checks.large_inputs(DEVICE, batch, 5, 151_936, False, rule)
     found = replays.launched(lambda: on_gpu.operators.verify(**inputs), DEVICE)
-    assert 1 <= len(found) <= most, found
+    assert 1 <= len(found) <= 3, found
 
 
 def test_offsets_beyond_32_bits(on_gpu):

@@ -79,6 +79,7 @@ def compare(operator, case, seeds=1):
     assert excused <= 1  # a tie within 1e-5 is rare
 
 
+@pytest.mark.every("rule")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_verify(operator, variant, rule):

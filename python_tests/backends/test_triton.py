@@ -94,6 +94,7 @@ def test_options(options):
     compare(make_case(32, batch=5, **options))
 
 
+@pytest.mark.thorough
 def test_more_columns_than_a_step_takes():
     # 16 columns are looked at together: drafts of 15, 16 and 40 end, or go on, at a border.
     for gamma, rule in ((15, "token"), (16, "block"), (40, "block"), (33, "lenient")):
@@ -130,6 +131,7 @@ def test_rows_that_overflow_their_lists(rule):
 # ---- nothing depends on company, place or splits ------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["block", "token", "typical"])
 def test_alone_or_in_a_batch(rule):
     case = make_case(35, batch=4, gamma=2, vocab=5003, rule=rule, draft_filters=True, philox=True)
@@ -140,6 +142,7 @@ def test_alone_or_in_a_batch(rule):
         same(TRITON.run(case.select([b])), [output[[b]] for output in together])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("programs", [7, 4096])
 def test_splits_change_nothing(monkeypatch, programs):
     launch = importlib.import_module("specdec_ext.triton.launch")
@@ -173,6 +176,7 @@ def test_vocabularies_and_their_tiles():
 # ---- exact laws ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "rule, vocab, gamma, options",
     [
@@ -191,6 +195,7 @@ def test_emitted_law_is_the_targets(rule, vocab, gamma, options):
     assert abs(float(law.num_accepted.sum()) - 1) < 1e-9
 
 
+@pytest.mark.thorough
 def test_exact_law_sees_a_wrong_q():
     # The q that is passed is not the law that was sampled.
     target, draft = toy_models(41, 3, 1)
@@ -231,6 +236,7 @@ def test_philox_known_answers():
     assert answers.tolist() == [list(expected) for _, _, expected in KNOWN_ANSWERS]
 
 
+@pytest.mark.thorough
 def test_seeds_equal_their_uniforms():
     case = make_case(42, batch=4, gamma=3, rule="token", philox=True, stream=255)
     coins = TRITON.uniforms(case.inputs["seeds"], case.inputs["positions"], 4, stream=255)
@@ -334,6 +340,7 @@ MASKED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", MASKED, ids=str)
 def test_masks_hide_as_minus_infinity_does(options):
     # 71 tokens: the third word is a part. What it hides may be anything.
@@ -387,6 +394,7 @@ MAPPED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", MAPPED, ids=lambda options: "-".join(map(str, options)))
 def test_reduced_vocabularies(options):
     # The draft's row at 50 tokens, in any order, is the same row with nothing at the others.
@@ -435,6 +443,7 @@ def test_reduced_rows():
     same(drawn[1:], places[1:])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", [71, "twice"])
 def test_no_map(broken):
     case = make_case(50, batch=3, gamma=1, vocab=71, draft_vocab=5, rule="token", ragged=False)
@@ -535,6 +544,7 @@ def compare_trees(case):
     return result
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -569,6 +579,7 @@ def crowded(tokens, mass, seed):
 MANY = [(k * 1237 + 4090) % 9001 for k in range(36)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["traversal", "recursive"])
 def test_many_children_without_replacement(rule):
     # The last one is drawn from so little of q that it is summed.
@@ -578,6 +589,7 @@ def test_many_children_without_replacement(rule):
     assert result.accept_probs[0, -1] == pytest.approx(0.2813, abs=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule, fixed", [("traversal", 0.98), ("recursive", 0.4)])
 def test_many_deterministic_children_beside_the_rest(rule, fixed):
     # Tokens repeat; what the rest has of q is summed or, where there is enough, a difference.
@@ -590,6 +602,7 @@ def test_many_deterministic_children_beside_the_rest(rule, fixed):
     assert probs[-1] == pytest.approx(0.5654, abs=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["traversal", "recursive"])
 def test_deep_trees(rule):
     # Two chains side by side, index by index; the first is accepted up to node 61, the second not.
@@ -608,6 +621,7 @@ def test_deep_trees(rule):
     assert result.path[0, :31].tolist() == list(range(1, 62, 2))
 
 
+@pytest.mark.thorough
 def test_law_of_a_tree_is_the_targets():
     # A child from the rest, a deterministic one. Steps are found on multiples of 2^-10.
     parents, kinds = [-1, 0, 0], [0, 3, 0]
@@ -663,6 +677,7 @@ def test_opcheck():
         torch.library.opcheck(named(name, "specdec_triton"), args, kwargs)
 
 
+@pytest.mark.thorough
 def test_fullgraph_equals_eager():
     def step(target, tokens, draft, seeds):
         result = specdec_ext.verify(
@@ -720,6 +735,7 @@ print("auto", specdec_ext.row_law(row).argmax.item())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("missing", [False, True])
 def test_absence(run_python, missing):
     done = run_python(SCRIPT, *["missing"] * missing, TRITON_INTERPRET="0")

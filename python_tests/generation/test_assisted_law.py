@@ -94,6 +94,7 @@ def p_value_of_two(some: torch.Tensor, others: torch.Tensor) -> float:
     return torch.special.gammaincc(freedom, statistic / 2).item()
 
 
+@pytest.mark.thorough
 def test_one_law(models):
     target, draft = models
     law = exact_law(target)
@@ -104,6 +105,7 @@ def test_one_law(models):
     assert p_value_of_two(ours_found, theirs_found) > ALPHA
 
 
+@pytest.mark.thorough
 def test_control_a_draft_law_that_was_not_sampled(models, monkeypatch):
     """As few draws as transformers gets find it in both loops, and between them."""
     target, draft = models

@@ -25,6 +25,7 @@ def example():
     return module
 
 
+@pytest.mark.thorough
 def test_greedy_output_and_graphs(example):
     pair = load_pair()
     graphs = []

@@ -59,6 +59,7 @@ def test_joint_law(models, name, rule):
     assert p_value(target, drafter, gamma=3, length=5, draws=4_000, rule=rule) > ALPHA
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("refill", [False, True])
 def test_joint_law_of_policies_on_every_level(models, refill):
     target, medium, small, tiny = models

@@ -88,6 +88,7 @@ def test_joint_law(levels, kind, rule):
     assert p_value(target, drafter, gamma=3, length=4, draws=draws, rule=rule) > ALPHA
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"temperature": 0.6}, {"rule": "coupled"}], ids=str)
 def test_joint_law_of_three_levels(levels, options):
     target, *others = levels
@@ -118,6 +119,7 @@ def test_a_hierarchy_may_end_its_draft_behind_a_token_that_it_keeps(levels):
     assert p_value(target, drafter, gamma=3, length=4, draws=8_000) > ALPHA
 
 
+@pytest.mark.thorough
 def test_joint_law_under_a_policy(levels):
     target, medium, small, _ = levels
     drafter = HierarchicalDrafter(medium, small, 2)
@@ -172,6 +174,7 @@ class AsPrinted(HierarchicalDrafter):
         return tokens.scatter(1, end, drawn[:, None]), accepted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize(
     ("wrong", "refill"), [(SharedCoins, False), (SmallLaw, False), (AsPrinted, True)]
@@ -182,6 +185,7 @@ def test_controls_of_the_law(levels, wrong, refill, rule):
     assert p_value(target, drafter, gamma=2, draws=8_000, rule=rule) < ALPHA
 
 
+@pytest.mark.thorough
 def test_control_coins_that_come_again():
     """The block rule alone sees them: it looks at what lies behind the tokens that it keeps."""
     target, medium = tables(3)

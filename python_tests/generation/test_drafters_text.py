@@ -165,6 +165,7 @@ class KindlessStack(StackedDrafter):
         return super().propose(gamma, positions)._replace(kinds=None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "drafter",
     [

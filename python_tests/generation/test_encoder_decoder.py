@@ -261,6 +261,7 @@ def test_what_is_refused_in_whispers_generate(options, message):
         target.generate(**inputs_of("whisper"), max_new_tokens=4, **options, **ours)
 
 
+@pytest.mark.thorough
 def test_the_example(tmp_path):
     from specdec_ext.commands.pair import load_pair
 

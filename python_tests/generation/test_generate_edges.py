@@ -101,6 +101,7 @@ def test_two_token_law_under_processors(rule, options):
     assert p_value(target, draft, processors, rule=rule, gamma=2, **options) > ALPHA
 
 
+@pytest.mark.thorough
 def test_law_under_processors_in_plain_decoding_and_with_another_vocabulary():
     target, _ = tables(4)
     _, wide = tables(6, seed=1)

@@ -69,6 +69,7 @@ def test_coupled_tokens_follow_the_targets_law():
     assert p_value(target, draft, gamma=2, rule="coupled") > ALPHA
 
 
+@pytest.mark.every("rule")
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -82,6 +83,7 @@ def test_joint_law_of_plain_decoding():
     assert p_value(target, None) > ALPHA
 
 
+@pytest.mark.thorough
 def test_joint_law_with_a_smaller_and_with_a_larger_draft_vocabulary():
     target, _ = tables(4)
     for vocabulary in (3, 6):
@@ -178,11 +180,13 @@ def test_a_draft_may_end_behind_a_token_that_it_keeps():
     assert p_value(target, StoppingDrafter(draft), gamma=3) > ALPHA
 
 
+@pytest.mark.thorough
 def test_control_draft_that_ends_before_a_token_that_it_has_seen():
     target, draft = tables(4)
     assert p_value(target, DroppingDrafter(draft), gamma=1) < ALPHA
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch_mask", [False, True])
 def test_control_rejected_tokens_left_in_the_cache(monkeypatch, batch_mask):
     """One too many slot kept: the law is wrong, or the table model sees that positions are."""

@@ -94,6 +94,7 @@ def test_a_cache_that_is_too_small_grows(monkeypatch):
     assert shapes == {(slots, slots), (2 * slots, 2 * slots)}
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_is_compiled_once_for_every_number_of_new_tokens():
     target, draft = pair()
     target = first_layers(target, 1)

@@ -81,6 +81,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KINDS)
 def test_one_model_in_several_threads(name):
     alone = list(map(KINDS[name](name), range(JOBS)))

@@ -218,6 +218,7 @@ def assisted(target, draft, ids, seed, new=2):
     )[0, ids.shape[1] :].tolist()  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_assisted_generation_verifies_with_the_operator(rule, monkeypatch):
     target, draft = models(noise=0.3)

@@ -229,6 +229,7 @@ def test_rows_that_ended_and_rows_without_a_law_raise_nothing():
 # --- in the loop ------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", POLICIES)
 def test_joint_law(name):
     """Five tokens of a vocabulary of 3: up to five rounds, and what the first did decides."""
@@ -262,6 +263,7 @@ class Nosy:
         self.seen = self.seen[torch.tensor(indices)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_any_policy_that_keeps_what_it_has_seen_is_lossless(rule):
     target, draft = tables(3)

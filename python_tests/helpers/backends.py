@@ -24,7 +24,8 @@ class Backend:
     """One implementation of the operators, called with the schemas' arguments.
 
     `shares` says for a test, or else for a file, that the backend takes every n-th case (0: none);
-    `otherwise` is said of the rest.
+    `otherwise` is said of the rest. Of a choice of the cases (``--representative``), the backend
+    takes up to `most` of a test, and only of the tests in `chosen`, unless that is None.
     """
 
     name: str
@@ -34,11 +35,16 @@ class Backend:
     tv: float  # bound on the total variation of an exact law
     shares: Mapping[str, int] = field(default_factory=dict)
     otherwise: int = 1
+    most: int = 1
+    chosen: frozenset[str] | None = None
 
     def share(self, item: pytest.Function) -> int:
         module = item.path.stem
         test = f"{module}.{item.originalname}"
         return self.shares.get(test, self.shares.get(module, self.otherwise))
+
+    def is_chosen(self, item: pytest.Function) -> bool:
+        return self.chosen is None or f"{item.path.stem}.{item.originalname}" in self.chosen
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         device = torch.device(self.device)
@@ -161,6 +167,21 @@ INTERPRETED = {
     "test_compact_kv.test_like_the_reference": 3,
 }
 
+# One test of each operator, in the interpreter.
+STAND_FOR_TRITON = frozenset(
+    {
+        "test_parity.test_verify",
+        "test_parity.test_row_law",
+        "test_parity.test_sample",
+        "test_draft_vocabulary.test_acceptance",
+        "test_philox.test_operators_agree_bit_for_bit",
+        "test_tree.test_parity",
+        "test_tree_mask.test_like_the_reference",
+        "test_tree_attention.test_like_a_dense_mask",
+        "test_compact_kv.test_like_the_reference",
+    }
+)
+
 # Blocks of one warp run everything that they can run in good time and that is about kernels;
 # blocks of several, what their collectives can change.
 ONE_WARP = {
@@ -185,24 +206,17 @@ FOUR_WARPS = {
 }
 
 REFERENCE = Backend("reference", lambda: reference, "cpu", tolerance=1e-9, tv=1e-9)
-CPU = Backend("cpu", lambda: torch.ops.specdec, "cpu", tolerance=1e-5, tv=1e-6)
-FIBRES32 = Backend(
-    "fibres32",
-    partial(fibres.operators, 32),
-    "cpu",
-    tolerance=1e-5,
-    tv=1e-6,
-    shares=ONE_WARP,
-)
-FIBRES128 = Backend(
-    "fibres128",
-    partial(fibres.operators, 128),
-    "cpu",
-    tolerance=1e-5,
-    tv=1e-6,
-    shares=FOUR_WARPS,
-    otherwise=0,
-)
+CPU = Backend("cpu", lambda: torch.ops.specdec, "cpu", tolerance=1e-5, tv=1e-6, most=2)
+
+
+def on_fibres(threads: int, shares: Mapping[str, int], otherwise: int) -> Backend:
+    """The CUDA kernels on the host, in blocks of so many threads."""
+    load = partial(fibres.operators, threads)
+    return Backend(f"fibres{threads}", load, "cpu", 1e-5, 1e-6, shares, otherwise)
+
+
+FIBRES32 = on_fibres(32, ONE_WARP, 1)
+FIBRES128 = on_fibres(128, FOUR_WARPS, 0)
 HAS_GPU = torch.cuda.is_available()
 TRITON = Backend(
     "triton",
@@ -212,6 +226,7 @@ TRITON = Backend(
     tv=1e-6,
     shares={} if HAS_GPU else INTERPRETED,
     otherwise=1 if HAS_GPU else 0,
+    chosen=None if HAS_GPU else STAND_FOR_TRITON,
 )
 OPERATORS = [CPU, FIBRES32, FIBRES128, *([TRITON] if find_spec("triton") else [])]
 BACKENDS = [REFERENCE, *OPERATORS]

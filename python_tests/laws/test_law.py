@@ -37,6 +37,7 @@ def test_emitted_law_is_the_targets(backend, rule, vocab, gamma):
     assert law.status == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_three_tokens_over_three(backend, rule):
     check(backend, law_of(backend, rule, seed=4, vocab=3, gamma=3))
@@ -48,6 +49,7 @@ def test_many_pairs_of_models(operator, rule, seed):
     check(operator, law_of(operator, rule, seed=seed, vocab=4, gamma=3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_logits(backend, rule, dtype):
@@ -111,6 +113,7 @@ def test_draft_probs(backend, rule):
     check(backend, law_of(backend, rule, seed=9, as_probs=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_draft_probs_under_target_filters(backend, rule):
     # Probabilities are what was sampled from: the target's filters do not apply to them.
@@ -256,6 +259,7 @@ def test_disjoint_laws_accept_nothing(backend, rule):
     assert law.mean_accepted == 0
 
 
+@pytest.mark.thorough
 def test_lenience_of_one_is_the_token_rule(backend):
     law = law_of(backend, "lenient", seed=17, lenience=1.0)
     check(backend, law)
@@ -287,6 +291,7 @@ def test_example_of_sun_et_al(backend):
     assert block.mean_accepted == pytest.approx(11 / 9, abs=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 def test_block_accepts_at_least_as_much_as_token(operator, seed):
     block = law_of(operator, "block", seed=seed + 30, gamma=3, vocab=3)

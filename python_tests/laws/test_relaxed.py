@@ -356,6 +356,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_seen(name):
     right, wrong, seed, filters = MISTAKES[name]

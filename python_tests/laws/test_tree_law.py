@@ -76,6 +76,7 @@ def test_emitted_law_is_the_targets(backend, shape, rule):
     check(backend, law_of(backend.verify_tree, SMALL[shape], rule, vocab=vocab))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", LARGE)
 def test_larger_trees(operator, shape, rule):
@@ -113,6 +114,7 @@ def test_other_draft_vocabularies(operator, rule, draft_vocab):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 def test_in_a_batch_with_greedy_requests_and_padding(operator, rule):
     # Every call has other trees at T = 0 beside it, and two nodes of padding in every request.

@@ -256,6 +256,7 @@ def test_plot_says_when_matplotlib_is_missing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["--quick", "--bars", None])
 def test_smoke(mode, tmp_path, capsys):
     threads = torch.get_num_threads()

@@ -369,6 +369,7 @@ def test_without_transformers(run_python, tmp_path):
     assert all("needs transformers: pip install 'specdec_ext[hf]'" in line for line in lines)
 
 
+@pytest.mark.thorough
 def test_with_transformers(run_python):
     done = run_python(
         "import sys\n"

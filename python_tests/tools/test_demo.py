@@ -118,6 +118,7 @@ def on_terminal(pair: Path, *options: str, **changes: str) -> str:
     return written.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.thorough
 def test_plain_text_on_a_pipe(pair):
     done = run(pair)
     assert done.returncode == 0, done.stderr
@@ -132,6 +133,7 @@ def test_plain_text_on_a_pipe(pair):
     assert max(sum(map(page.cells, line)) for line in text.splitlines()) <= 88
 
 
+@pytest.mark.thorough
 def test_colours_on_a_terminal(pair):
     text = on_terminal(pair)
     assert "\x1b[32m" in text and "\x1b[31;9m" in text and "\x1b[94m" in text
@@ -140,12 +142,14 @@ def test_colours_on_a_terminal(pair):
     assert "Greedy output is identical" in bare
 
 
+@pytest.mark.thorough
 def test_no_colour_where_none_is_wanted(pair):
     text = on_terminal(pair, NO_COLOR="1")
     assert "\x1b[3" not in text and "\x1b[9" not in text
     assert "«accepted draft tokens»" in text
 
 
+@pytest.mark.thorough
 def test_an_output_without_these_characters(pair):
     done = run(pair, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
@@ -246,6 +250,7 @@ def test_target_and_draft_go_together(pair, capsys):
     assert "go together" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("example", ["drop_in_loop", "inside_transformers"])
 def test_the_examples(pair, example):
     folders = (str(pair / "target"), str(pair / "draft"))

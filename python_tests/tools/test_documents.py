@@ -350,6 +350,7 @@ def known() -> set[str]:
     return known_paths()
 
 
+@pytest.mark.thorough
 def test_what_comments_cite_exists(known):
     wrong = {}
     for path in source_files():

@@ -332,6 +332,7 @@ print("read everything")
 """
 
 
+@pytest.mark.thorough
 def test_the_read_kernel_reads_everything(run_python):
     benchmarks = str(common.ROOT / "benchmarks")
     paths = os.pathsep.join(filter(None, [benchmarks, os.environ.get("PYTHONPATH", "")]))
@@ -786,6 +787,7 @@ def test_time_is_shared():
     assert gpu_report.limit_of("tests", after, 1400.0) == pytest.approx(600.0)
 
 
+@pytest.mark.thorough
 def test_the_report_needs_no_package_before_it_is_built():
     script = (
         "import sys; sys.modules['specdec_ext'] = None; from gpu import report; print('imported')"
@@ -882,6 +884,7 @@ echo "========= ERROR SUMMARY: 0 errors"
 """
 
 
+@pytest.mark.thorough
 def test_dry_run(tmp_path, monkeypatch, capsys):
     """All of it at once, but for the build: see the tests of it."""
     tools, out = (tmp_path / name for name in ("tools", "out"))
