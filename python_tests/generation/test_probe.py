@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from generate_models import ARCHITECTURES, pair, perturbed, prompts
-from test_generate_models import RAGGED
+from test_generate_models import LIMITS, LONG, RAGGED, up_to_position_128
 
 import specdec_ext
 from specdec_ext.decoding import GrownTree, StaticTree, probe
@@ -186,14 +186,9 @@ def test_a_wrapper_that_hides_the_configuration(name):
 def test_rows_apart_near_the_last_position():
     """BART has 128 positions: a row at its limit is not fed beside rows that still draft."""
     target, draft = build("bart")
-    ids, mask = prompts([100, 90, 98])
-    limits = [28, 10, 20]
-    sequences, statistics = specdec_ext.generate(
-        target, draft, ids, attention_mask=mask, max_new_tokens=limits, gamma=5, pad_token_id=0
-    )
-    expected = uncached(target, ids, mask, 28)
-    for row, limit in enumerate(limits):
-        assert sequences[row, 100 : 100 + limit].tolist() == expected[row][:limit]
+    expected = uncached(target, *LONG, 28)
+    for row, tokens in enumerate(up_to_position_128(target, draft)):
+        assert tokens == expected[row][: LIMITS[row]]
 
 
 def test_a_model_that_ignores_the_cache_is_refused():

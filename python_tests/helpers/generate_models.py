@@ -113,24 +113,21 @@ SMALL = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+TINY = {  # where layers and heads have these names
+    "vocab_size": 67,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 ARCHITECTURES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
     "mistral_window": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=6)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=67,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=128,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    ),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**TINY, n_embd=32, n_positions=128)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
     "gemma3_alternating": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(
@@ -142,17 +139,7 @@ ARCHITECTURES = {
         )
     ),
     "bloom_alibi": lambda: BloomForCausalLM(
-        BloomConfig(
-            vocab_size=67,
-            hidden_size=32,
-            n_layer=2,
-            n_head=4,
-            initializer_range=0.3,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        BloomConfig(**TINY, hidden_size=32, tie_word_embeddings=False)
     ),
 }
 

@@ -10,6 +10,7 @@ import pytest
 RUN = "import fuzz, sys; sys.exit(fuzz.main())"
 
 
+@pytest.mark.thorough
 def test_nothing_is_found(run_python):
     done = run_python(RUN, "--examples=1500", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-6000:]
@@ -20,6 +21,7 @@ def test_nothing_is_found(run_python):
     assert all(seen[f"status {bit}"] >= 5 for bit in (1, 2, 4, 8)), seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "control, words",
     [

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from conftest import REFERENCE
-from test_threads import processor_has
+from test_threads import run_variant
 
 from specdec_ext.testing import assert_tokens_match, make_case
 
@@ -67,11 +67,7 @@ print("unharmed")
 @pytest.mark.parametrize("variant", ["avx512", "avx2", "baseline"])
 def test_nothing_is_read_beside_the_tensors(run_python, variant):
     # Odd vocabularies, every tensor against an unreadable page at its end, then at its start.
-    done = run_python(FENCED, SPECDEC_CPU_CAPABILITY=variant)
-    if processor_has(variant):
-        assert done.returncode == 0 and "unharmed" in done.stdout, done.stderr
-    else:
-        assert done.returncode != 0
+    run_variant(run_python, FENCED, variant, "unharmed")
 
 
 LAZY = """
@@ -95,6 +91,7 @@ print("accepted", result[0].tolist(), result[1].tolist(), result[4].tolist())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["token", "lenient"])
 def test_rows_after_the_first_rejection_are_never_read(run_python, rule):
     # Accepts x1, rejects x2: rows 0 and 1 decide, rows 2 and 3 cannot be read.
@@ -103,6 +100,7 @@ def test_rows_after_the_first_rejection_are_never_read(run_python, rule):
     assert "[1] [0]" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["greedy", "top_beta", "typical"])
 def test_rules_without_a_draft_law_never_read_one(run_python, rule):
     # No draft row can be read; the first row's arg max is not token 7.
@@ -179,6 +177,7 @@ print("unharmed")
 """
 
 
+@pytest.mark.thorough
 def test_offsets_beyond_32_bits(run_python):
     done = run_python(FAR)
     assert done.returncode == 0 and "unharmed" in done.stdout, done.stderr
@@ -241,6 +240,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.thorough
 def test_extra_memory_is_small(run_python):
     # B = 32, gamma = 5, V = 151,936: logits of 58 (bfloat16) or 117 MB, at most 8 MB more.
     # Allocations of 64 KiB and more are fresh pages, given back when freed.

@@ -25,6 +25,7 @@ from specdec_ext.testing import (
 )
 
 RULES = rule_names(chains=True, races=False)
+EXAMPLES = settings().max_examples  # of the profile: see conftest.py
 by_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 by_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda b: b.name)
 
@@ -101,7 +102,7 @@ def check(backend, case):
 
 @by_backend
 @given(case=verify_cases())
-@settings(max_examples=250)
+@settings(max_examples=4 * EXAMPLES)
 def test_every_decision_is_admissible(backend, case):
     check(backend, case)
 
@@ -112,7 +113,7 @@ def test_every_decision_is_admissible(backend, case):
         logits=any_logits, temps=any_temperatures, probs=any_fractions, us=bad_uniforms
     )
 )
-@settings(max_examples=250)
+@settings(max_examples=4 * EXAMPLES)
 def test_every_decision_is_admissible_whatever_comes_in(backend, case):
     check(backend, case)
 
@@ -147,7 +148,7 @@ def crowded_cases(draw):
 
 @by_backend
 @given(case=crowded_cases())
-@settings(max_examples=150)
+@settings(max_examples=5 * EXAMPLES // 2)
 def test_masks_maps_and_races_are_admissible(backend, case):
     check(backend, case)
 
@@ -167,7 +168,7 @@ def test_masks_maps_and_races_are_admissible(backend, case):
     kinds=st.sampled_from([None, "mixed", "deterministic"]),
     flags=st.tuples(*[st.booleans()] * 4),
 )
-@settings(max_examples=80)
+@settings(max_examples=4 * EXAMPLES // 3)
 def test_generated_cases(
     operator, seed, batch, gamma, vocab, width, rule, dtype, layout, packed, draft, kinds, flags
 ):

@@ -139,6 +139,15 @@ def processor_has(variant):
         return f" {FLAGS[variant]} " in info.read().replace("\n", " ")
 
 
+def run_variant(run_python, script, variant, said):
+    """Run a script with a variant of the CPU kernels; a processor without it refuses."""
+    done = run_python(script, SPECDEC_CPU_CAPABILITY=variant)
+    if processor_has(variant):
+        assert done.returncode == 0 and said in done.stdout, done.stderr
+    else:
+        assert done.returncode != 0
+
+
 @pytest.mark.parametrize("variant", cpu_variants())
 def test_variants_agree(run_python, tmp_path, variant):
     path = str(tmp_path / "results.pt")

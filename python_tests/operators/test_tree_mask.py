@@ -188,6 +188,7 @@ def test_position_ids():
     assert specdec_ext.tree_position_ids(depths, 5).tolist() == [expected[0]] * 2
 
 
+@pytest.mark.thorough
 def test_masks_in_one_graph():
     def step(parents, lens):
         tree = specdec_ext.tree_mask(parents)

@@ -62,13 +62,7 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options.
-
-    Parameters
-    ----------
-    parser : argparse.ArgumentParser
-        The parser of ``python -m specdec_ext check``.
-    """
+    """Declare the options of ``python -m specdec_ext check``."""
     add_pair_arguments(parser)
     parser.add_argument("--gamma", type=int, nargs="+", default=[1, 4], help="(default: 1 4)")
     parser.add_argument(

@@ -44,13 +44,7 @@ VISIBLE = {"\n": "↵", "\t": "→", " ": "·"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options.
-
-    Parameters
-    ----------
-    parser : argparse.ArgumentParser
-        The parser of ``python -m specdec_ext demo``.
-    """
+    """Declare the options of ``python -m specdec_ext demo``."""
     add_pair_arguments(parser)
     parser.add_argument(
         "--gamma", type=int, default=3, help="draft tokens a round (default: %(default)s)"

@@ -281,13 +281,7 @@ def draw_traces(axes: Any, traces: Sequence[Trace]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options.
-
-    Parameters
-    ----------
-    parser : argparse.ArgumentParser
-        The parser of ``python -m specdec_ext plot``.
-    """
+    """Declare the options of ``python -m specdec_ext plot``."""
     parser.add_argument(
         "figures", nargs="*", metavar="FIGURE", help=f"of {', '.join(FIGURES)} (default: all)"
     )

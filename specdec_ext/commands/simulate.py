@@ -74,13 +74,7 @@ class Prediction(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options.
-
-    Parameters
-    ----------
-    parser : argparse.ArgumentParser
-        The parser of ``python -m specdec_ext simulate``.
-    """
+    """Declare the options of ``python -m specdec_ext simulate``."""
     parser.add_argument("file", type=Path, help="what torch.save wrote")
     parser.add_argument(
         "--rule",

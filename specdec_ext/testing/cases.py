@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from specdec_ext.testing.masks import forbid, pack_mask
 from specdec_ext.testing.philox import philox_exponentials
 
 Verifier = Callable[..., Any]
+AnyCase = TypeVar("AnyCase", bound="Case")
 _PER_REQUEST = frozenset(
     "draft_tokens draft_kinds draft_lengths target_rows draft_rows uniforms seeds positions "
     "temperature top_k top_p min_p draft_temperature draft_top_k draft_top_p draft_min_p "
@@ -48,8 +49,8 @@ class VerifyOutcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VerifyCase:
-    """Keyword arguments of one call of `verify`, with a name for messages.
+class Case:
+    """Keyword arguments of one call of a verifier, with a name for messages.
 
     Attributes
     ----------
@@ -61,6 +62,15 @@ class VerifyCase:
 
     inputs: Mapping[str, Any]
     name: str = ""
+
+    def replace(self: AnyCase, **changes: Any) -> AnyCase:
+        """Give the case with other arguments; None drops one."""
+        merged = {**self.inputs, **changes}
+        return type(self)({k: v for k, v in merged.items() if v is not None}, self.name)
+
+
+class VerifyCase(Case):
+    """A call of `verify`."""
 
     @property
     def batch(self) -> int:
@@ -75,11 +85,6 @@ class VerifyCase:
     def run(self, verify: Verifier) -> VerifyOutcome:
         """Call a verifier on the case."""
         return VerifyOutcome(*verify(**self.inputs))
-
-    def replace(self, **changes: Any) -> VerifyCase:
-        """Give the case with other arguments; None drops one."""
-        merged = {**self.inputs, **changes}
-        return VerifyCase({k: v for k, v in merged.items() if v is not None}, self.name)
 
     def select(self, requests: Sequence[int]) -> VerifyCase:
         """Give the case with only these requests, in this order (repeats allowed).

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec_ext.contract import VerifyTreeResult
-from specdec_ext.testing.cases import VerifyCase, random_params
+from specdec_ext.testing.cases import Case, VerifyCase, random_params
 from specdec_ext.testing.laws import Params, candidate_laws, params_of
 
 TreeVerifier = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class TreeCase:
-    """Keyword arguments of one call of `verify_tree`, with a name for messages.
-
-    Attributes
-    ----------
-    inputs : mapping
-        The arguments, by name.
-    name : str
-        What the case is about.
-    """
-
-    inputs: Mapping[str, Any]
-    name: str = ""
+class TreeCase(Case):
+    """A call of `verify_tree`."""
 
     @property
     def batch(self) -> int:
@@ -39,11 +26,6 @@ class TreeCase:
     def run(self, verify_tree: TreeVerifier) -> VerifyTreeResult:
         """Call a verifier on the case."""
         return VerifyTreeResult(*verify_tree(**self.inputs))
-
-    def replace(self, **changes: Any) -> TreeCase:
-        """Give the case with other arguments; None drops one."""
-        merged = {**self.inputs, **changes}
-        return TreeCase({k: v for k, v in merged.items() if v is not None}, self.name)
 
     def select(self, requests: Sequence[int]) -> TreeCase:
         """Give the case with only these requests, in this order (repeats allowed).

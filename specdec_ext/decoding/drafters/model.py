@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec_ext.decoding.checks import is_model, shown
 from specdec_ext.decoding.counts import Counts
+from specdec_ext.decoding.drafters.hosted import ModelHost
 from specdec_ext.decoding.drafters.interface import (
     Draft,
     Drafter,
@@ -19,9 +20,6 @@ from specdec_ext.decoding.drafters.interface import (
     last_tokens,
     prefix_or_drawn,
 )
-
-if TYPE_CHECKING:
-    from specdec_ext.decoding.hosting import HostedModel
 
 __all__ = ["ModelDrafter", "as_drafter"]
 
@@ -34,7 +32,7 @@ class _Observed(NamedTuple):
         return _Observed(self.tokens[rows], self.gained.select(rows, indices))
 
 
-class ModelDrafter:
+class ModelDrafter(ModelHost):
     """Draws draft tokens from a causal model under the target's own filters and processors.
 
     The last draft token of a round is never run here: nothing would read its logits. So after full
@@ -55,28 +53,12 @@ class ModelDrafter:
                 f"{type(self).__name__}: model must be a causal language model, called as Hugging "
                 f"Face models are, got {shown(model)}"
             )
-        self.model = model
-        self._cached: HostedModel | None = None
-        self._requests: Requests
-        self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
+        super().__init__(model)
         self._observed: list[_Observed] = []  # what comes behind them, by others
-
-    @property
-    def calls(self) -> int:
-        """Model calls so far, prefill excluded."""
-        return 0 if self._cached is None else self._cached.calls
 
     def start(self, requests: Requests) -> None:
         """Run the prompts but their last tokens."""
-        from specdec_ext.decoding.hosting import host_model
-
-        ids, mask = requests.input_ids, requests.attention_mask
-        self._requests = requests
-        self._cached = host_model(
-            self.model, requests.ends, room=requests.room, static=requests.static_cache
-        )
-        self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
-        self._missing = ids[:, -1:]
+        self._begin(requests)
         self._observed = []
 
     def propose(

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec_ext import ops
 from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters import Requests, last_tokens
-from specdec_ext.decoding.hosting import HostedModel, host_model
+from specdec_ext.decoding.drafters.hosted import ModelHost
 from specdec_ext.decoding.trees import (
     GrownTree,
     StaticTree,
@@ -30,7 +30,7 @@ def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
     return dense_tree_mask(tree.ancestors, 0, 0, dtype=torch.bool)[:, 0], tree.depths
 
 
-class TreeDrafter:
+class TreeDrafter(ModelHost):
     """Drafts trees with a causal model under the target's own filters.
 
     Nodes of the last level are never run here: nothing would read their logits. So the model lacks
@@ -46,31 +46,13 @@ class TreeDrafter:
     """
 
     def __init__(self, model: Any, tree: StaticTree | GrownTree) -> None:
-        self.model = model
+        super().__init__(model)
         self.tree = tree
-        self._cached: HostedModel | None = None
-        self._requests: Requests
-        self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
         self._runs: Tensor  # [B, N]: which of the tokens run in this round a node is, -1: none
-
-    @property
-    def calls(self) -> int:
-        """Model calls so far, prefill excluded."""
-        return 0 if self._cached is None else self._cached.calls
 
     def start(self, requests: Requests) -> None:
         """Run the prompts but their last tokens."""
-        ids, mask = requests.input_ids, requests.attention_mask
-        self._requests = requests
-        self._cached = host_model(
-            self.model,
-            requests.ends,
-            room=requests.room,
-            static=requests.static_cache,
-            trees=True,
-        )
-        self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
-        self._missing = ids[:, -1:]
+        self._begin(requests, trees=True)
 
     def propose(self, positions: Tensor) -> TreeDraft:
         """Draft a tree for each request; ``positions`` ``[B]`` is where level 1 goes."""

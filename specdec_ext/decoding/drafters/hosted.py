@@ -1,0 +1,49 @@
+"""What drafters that run a causal model share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from specdec_ext.decoding.drafters.interface import Requests
+
+if TYPE_CHECKING:
+    from specdec_ext.decoding.hosting import HostedModel
+
+
+class ModelHost:
+    """Runs a causal model behind a cache, from the requests' prompts on.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A causal language model called as Hugging Face models are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._cached: HostedModel | None = None
+        self._requests: Requests
+        self._missing: Tensor  # [B, n]: each row's last n tokens, which the cache lacks
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, prefill excluded."""
+        return 0 if self._cached is None else self._cached.calls
+
+    def _begin(self, requests: Requests, trees: bool = False) -> None:
+        """Run the prompts but their last tokens."""
+        from specdec_ext.decoding.hosting import host_model
+
+        ids, mask = requests.input_ids, requests.attention_mask
+        self._requests = requests
+        self._cached = host_model(
+            self.model,
+            requests.ends,
+            room=requests.room,
+            static=requests.static_cache,
+            trees=trees,
+        )
+        self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
+        self._missing = ids[:, -1:]
