@@ -4,7 +4,8 @@ For each kernel of a library and one architecture: registers, the blocks that a 
 by them and by shared memory, loads and stores of spilled registers, size of the code and, for
 kernels that stream rows, instructions and float64 instructions an entry along the cheapest way
 round their loop (`gpu.sass`). A kernel that costs more than its budget is named, and the command
-fails. A budget is what the kernel cost when it was last improved: it may be lowered, not raised.
+fails. A budget is what the kernel cost when it was last improved, with the compiler of CUDA 13.0
+(another one's registers and spills differ a little): it may be lowered, not raised.
 
 ``make cuda-gate`` builds the library and runs this::
 
@@ -28,6 +29,7 @@ import common  # noqa: E402
 from gpu.sass import Kernel, kernels  # noqa: E402
 
 ARCH = 90
+CUDA = "13.0"  # whose compiler the budgets are of
 THREADS = 256  # of every block: csrc/cuda/launch.cuh
 
 
@@ -193,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = sorted(set(BUDGETS) - {cost.name for cost in costs})
     excess += [f"{name}: there is no such kernel" for name in missing]
     print("\n".join(excess) or "all within their budgets")
+    if excess:
+        print(f"the budgets are of the compiler of CUDA {CUDA}")
     return 1 if excess else 0
 
 
