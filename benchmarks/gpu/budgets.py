@@ -10,7 +10,6 @@ fails. A budget is what the kernel cost when it was last improved, with the comp
 ``make cuda-gate`` builds the library and runs this::
 
     python benchmarks/gpu/budgets.py build/cuda-gate/_C_cuda.so
-    python benchmarks/gpu/budgets.py build/cuda-gate/_C_cuda.so --out budgets.md
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from generate_models import TableModel, pair, prompts, tables
+from generate_models import TableModel, pair, prompts, seeded_prompts, tables
 from test_generate_law import ALPHA, p_value
 from test_generate_models import RAGGED, greedy
 from test_policies import Nosy
@@ -336,12 +336,7 @@ def test_a_hierarchy_hears_of_rounds_in_which_others_drafted(kind):
 def test_output_does_not_depend_on_batch_mates(rule, refill):
     target, medium = tables(6, noise=0.7)
     small, tiny = tables(6, seed=1)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 6, (6, 5), generator=generator)
-    mask = torch.ones_like(ids)
-    for row in range(6):
-        mask[row, : row % 5] = 0
-    seeds = torch.randint(2**62, (6,), generator=generator)
+    ids, mask, seeds = seeded_prompts(6, 6)
     limits = [3, 17, 8, 12, 20, 6]
     temperature = [0.0, 0.5, 1.0, 1.5, 1.0, 1.0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from generate_models import TableModel, joint_law, tables
+from generate_models import TableModel, joint_law, seeded_prompts, tables
 
 import specdec_ext
 from specdec_ext import ops
@@ -224,12 +224,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(rule, options):
 def check_batch_mates(rule):
     """What a request gets in a batch is what it gets alone."""
     target, draft = tables(6, noise=0.7)
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(0, 6, (12, 5), generator=generator)
-    mask = torch.ones_like(prompts)
-    for row in range(12):
-        mask[row, : row % 5] = 0
-    seeds = torch.randint(2**62, (12,), generator=generator)
+    prompts, mask, seeds = seeded_prompts(12, 6)
     limits = [3 + 2 * row for row in range(12)]
     options = {"gamma": 3, "rule": rule, "lenience": 0.7, "pad_token_id": 0}
     temperature = [0.0, 0.5, 1.0, 1.5] * 3

@@ -165,6 +165,14 @@ def perturbed(model: nn.Module, noise: float) -> nn.Module:
     return draft
 
 
+def seeded_prompts(rows: int, vocabulary: int):
+    """Return prompts of 5 to 1 tokens in turn, padded on the left, their mask and seeds."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (rows, 5), generator=generator)
+    mask = (torch.arange(5) >= torch.arange(rows)[:, None] % 5).long()
+    return ids, mask, torch.randint(2**62, (rows,), generator=generator)
+
+
 def prompts(lengths: list[int], vocabulary: int = 67, seed: int = 0):
     """Return random left-padded prompts and their mask."""
     generator = torch.Generator().manual_seed(seed)
