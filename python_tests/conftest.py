@@ -110,11 +110,12 @@ class Representatives:
         place, most = (test, ""), MOST_CASES
         if backend is not None:
             place, most = (test, backend.name), backend.most
-        if self.covers(item, place) and (backend is None or backend.chosen is None):
+        is_fast = backend is None or backend.chosen is None
+        if is_fast and self.covers(item, place):
             return True
         values = {(name, repr(value)) for name, value in item.callspec.params.items()}
         seen = self.seen.setdefault(test, set())
-        if values <= seen or self.kept[place] == most:
+        if values <= seen or self.kept[place] >= most:
             return False
         seen |= values
         self.kept[place] += 1

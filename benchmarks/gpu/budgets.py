@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ import common  # noqa: E402
 
 from gpu.sass import Kernel, kernels  # noqa: E402
 
-ARCH = 90
+ARCH = 90  # whose machine code has the budgets: sm_90
 CUDA = "13.0"  # whose compiler the budgets are of
 THREADS = 256  # of every block: csrc/cuda/launch.cuh
 
@@ -78,6 +78,8 @@ class Cost:
             "instructions an entry": (self.per_entry, budget.per_entry),
             "float64 instructions an entry": (self.fp64, budget.fp64),
         }
+        if budget.stream is not None and self.per_entry is None:
+            return [f"{self.name}: no loop with {budget.stream.work}, so its cost is not known"]
         return [
             f"{self.name}: {cost:.4g} {what}, the budget is {most:.4g}"
             for what, (cost, most) in pairs.items()
@@ -128,22 +130,27 @@ def cost_of(kernel: Kernel, stream: Stream | None) -> Cost:
     if stream is None or loop is None:
         return cost
     entries = loop.count("LDG.E.128") * stream.entries
-    return Cost(
-        **{
-            **vars(cost),
-            "per_entry": round(len(loop.instructions) / entries, 2),
-            "fp64": round(loop.fp64 / entries, 3),
-        }
+    return replace(
+        cost,
+        per_entry=round(len(loop.instructions) / entries, 2),
+        fp64=round(loop.fp64 / entries, 3),
     )
 
 
 def worst(costs: Iterable[Cost]) -> list[Cost]:
-    """Give one cost for each name, in the order of names."""
+    """Give one cost for each name, in the order of names: the most of each thing."""
     found: dict[str, Cost] = {}
     for cost in costs:
-        other = found.get(cost.name)
-        if other is None or (cost.spills, cost.kilobytes) > (other.spills, other.kilobytes):
-            found[cost.name] = cost
+        other = found.get(cost.name, cost)
+        found[cost.name] = replace(
+            cost,
+            kilobytes=max(cost.kilobytes, other.kilobytes),
+            spills=max(cost.spills, other.spills),
+            registers=max(cost.registers, other.registers),
+            blocks=min(cost.blocks, other.blocks),
+            per_entry=max(cost.per_entry, other.per_entry) if cost.per_entry else None,
+            fp64=max(cost.fp64, other.fp64) if cost.per_entry else None,
+        )
     return [found[name] for name in sorted(found)]
 
 
@@ -175,21 +182,15 @@ def table(costs: Sequence[Cost]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("library", type=Path, help="a library or object file with the kernels")
-    parser.add_argument("--arch", type=int, default=ARCH, help="90 (the default): sm_90")
-    parser.add_argument("--out", type=Path, help="write the table to this file too")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; give 1 if a budget is exceeded."""
     options = parse(argv)
-    found = kernels(options.library, options.arch)
+    found = kernels(options.library, ARCH)
     costs = worst(cost_of(k, BUDGETS.get(k.name, OTHERWISE).stream) for k in found)
-    text = table(costs)
-    print(text)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+    print(table(costs))
     excess = [line for c in costs for line in c.excess(BUDGETS.get(c.name, OTHERWISE))]
     missing = sorted(set(BUDGETS) - {cost.name for cost in costs})
     excess += [f"{name}: there is no such kernel" for name in missing]
