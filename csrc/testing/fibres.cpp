@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 #include <numeric>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -76,6 +77,7 @@ struct Fibre {
   Site site{"", "", 0};
   Combine combine = nullptr;
   void* mine = nullptr;
+  bool waited = false;  // for the launch before
 };
 
 // ---- the blocks that are under way --------------------------------------------------------------
@@ -124,6 +126,8 @@ struct Machine {
   std::string error;
   uint64_t random = 1;
   int64_t launches = 0;
+  int64_t waits = 0;             // threads that have waited for the launch before
+  std::set<const void*> loaded;  // kernels
 };
 
 Machine the_machine;
@@ -298,7 +302,10 @@ void begin(Machine* m, Block* block, int64_t index) {
   block->runnable.clear();
   block->at_warp.assign((m->threads + kWarpLanes - 1) / kWarpLanes, 0);
   block->at_block = block->returned = 0;
-  for (int i = 0; i < m->threads; ++i) release(block, i);
+  for (int i = 0; i < m->threads; ++i) {
+    block->fibres[static_cast<size_t>(i)]->waited = false;
+    release(block, i);
+  }
   block->under_way = true;
 }
 
@@ -349,6 +356,7 @@ void prepare(Machine* m, int64_t blocks, int threads) {
   m->shared = shared_memory();
   m->left = blocks;
   m->naps = 0;
+  m->waits = 0;
   m->suspended = false;
   m->residents.resize(kResidents);
   for (Block& block : m->residents) {
@@ -423,7 +431,7 @@ void wait_for_other_blocks() {
 }
 
 void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(const void*),
-              const void* context) {
+              const void* context, bool chained) {
   Machine& m = the_machine;
   const std::lock_guard<std::mutex> lock(m.one_launch_at_a_time);
   ++m.launches;
@@ -442,6 +450,11 @@ void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(co
     if (!m.error.empty()) give_up(&m, kernel);
   }
   m.lost = -1;
+  if (chained && m.waits != blocks * threads) {
+    throw std::runtime_error(std::string(kernel) + ": " + std::to_string(m.waits) + " of " +
+                             std::to_string(blocks * threads) +
+                             " threads waited for the launch before");
+  }
 }
 
 void set_seed(uint64_t seed) {
@@ -452,6 +465,31 @@ void set_seed(uint64_t seed) {
 void lose_thread(int thread) {
   const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
   the_machine.lost = thread;
+}
+
+void load(const void* kernel) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.loaded.insert(kernel);
+}
+
+void expect_loaded(const char* name, const void* kernel) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  const std::set<const void*>& loaded = the_machine.loaded;
+  if (!loaded.empty() && loaded.count(kernel) == 0) {
+    throw std::runtime_error(std::string(name) + " is launched, but was not loaded");
+  }
+}
+
+void note_wait() {
+  Machine& m = the_machine;
+  Fibre& fibre = *m.block->fibres[static_cast<size_t>(m.block->current)];
+  if (!fibre.waited) ++m.waits;
+  fibre.waited = true;
+}
+
+void unload() {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.loaded.clear();
 }
 
 int64_t num_launches() {

@@ -48,9 +48,18 @@ void wait_for_other_blocks();
 [[noreturn]] void fail(const char* what);
 
 // Runs thread(context) for every thread of every block. Throws std::runtime_error, with the
-// kernel's name, for whatever went wrong in it.
+// kernel's name, for whatever went wrong in it; `chained`: also if not all threads have waited for
+// the launch before.
 void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(const void*),
-              const void* context);
+              const void* context, bool chained);
+
+// A library that loads kernels loads all that it launches.
+void load(const void* kernel);
+void expect_loaded(const char* name, const void* kernel);
+void unload();
+
+// The thread waits for the launch before.
+void note_wait();
 
 // The order of blocks and threads from here on.
 void set_seed(uint64_t seed);

@@ -66,7 +66,7 @@ struct Scratch {
 template <auto Kernel, typename Call>
 void run(const Call& call) {
   Scratch scratch;
-  Kernel(call.params, cuda::Gpu{nullptr, Scratch::allocate, &scratch});
+  Kernel(call.params, cuda::Gpu{cuda::chip_of(0), nullptr, Scratch::allocate, &scratch});
   for (const Block& block : scratch.blocks) {
     if (block.intact()) continue;
     throw std::runtime_error("kernels wrote past the end of " + std::to_string(block.bytes) +
