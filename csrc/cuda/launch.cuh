@@ -47,10 +47,7 @@ void launch(const Gpu& gpu, const char* name, void (*kernel)(Params...), int64_t
   }
 #ifdef SPECDEC_ON_FIBRES
   (void)gpu;
-  const auto thread = [&] { kernel(params...); };
-  using Thread = decltype(thread);
-  fibres::run_grid(
-      name, blocks, kThreads, [](const void* t) { (*static_cast<Thread*>(t))(); }, &thread);
+  fibres::run_kernel<Params...>(name, kernel, blocks, kThreads, params...);
 #else
   const void* arguments[] = {&params..., nullptr};  // no zero-sized array without parameters
   const cudaError_t error = cudaLaunchKernel(
@@ -63,11 +60,11 @@ void launch(const Gpu& gpu, const char* name, void (*kernel)(Params...), int64_t
 #endif
 }
 
-// Of the current device. The stand-in's are few, so that blocks there take more than one tile.
+// Of the current device.
 inline int64_t multiprocessors(const Gpu& gpu) {
   (void)gpu;
 #ifdef SPECDEC_ON_FIBRES
-  return 8;
+  return fibres::multiprocessors();
 #else
   int device = 0, count = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
