@@ -1,8 +1,8 @@
 """Every constant of the model, each with its source.
 
-The sources: *review*, the rough model behind the review of commit 5e73e22 (its figures are good to
-about 30 %); *Luo*, the microbenchmarks of Luo et al., "Benchmarking and Dissecting the Nvidia Hopper
-GPU Architecture via Microbenchmarking" (arXiv 2402.13499); *NVIDIA*, data sheets and the CUDA C++
+The sources: *review*, the rough model behind the review of commit 5e73e22, good to about 30 %;
+*Luo*, the microbenchmarks of Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
+Architecture via Microbenchmarking" (arXiv 2402.13499); *NVIDIA*, data sheets and the CUDA C++
 Programming Guide. None was measured by this project yet.
 """
 

@@ -169,9 +169,10 @@ class GlobalMemory:
             now, here, before = self._content(chunk), self._data[slot], self._before[slot]
             compared = self._written[slot].copy()
             starts = chunk * CHUNK + np.arange(CHUNK)
+            untouched = np.repeat(~compared.reshape(-1, WORD).any(1), WORD)  # not padding, either
             for addresses in watched:
                 inside = (starts >= addresses.start) & (starts < addresses.stop)
-                compared |= inside & (now != before)
+                compared |= inside & (now != before) & untouched
             compared &= here != POISON
             words = compared.reshape(-1, WORD).any(1)
             a, b = (np.where(compared, x, 0).view(np.uint64)[words] for x in (here, now))

@@ -71,6 +71,7 @@ class Operation:
     target: int = -1  # of a branch: the place in the code
     members: Getter | None = None  # of a collective: the lanes that meet
     shared_by_blocks: bool = False  # others may see it, or it may see what others did
+    looks: bool = False  # and it changes nothing
 
 
 class State:
@@ -111,8 +112,8 @@ class State:
         }  # fmt: skip
         self.shared = np.full(len(blocks) * kernel.shared_bytes, POISON, np.uint8)
         self.local = np.full(self.warps * LANES * kernel.local_bytes, POISON, np.uint8)
-        self.parameters = np.frombuffer(parameters.ljust(kernel.parameter_bytes, b"\0"), np.uint8)
-        self.parameters = np.concatenate([self.parameters, np.zeros(64, np.uint8)])
+        size = -(-kernel.parameter_bytes // 16) * 16  # whatever type it is viewed as
+        self.parameters = np.frombuffer(parameters.ljust(size, b"\0"), np.uint8)
 
     def of_chosen(self, values: Array, chosen: Chosen) -> Array:
         """Take the chosen warps' rows of an array that may have one row for all."""
@@ -142,7 +143,7 @@ def as_stored(value: Array, dtype: np.dtype) -> Array:
     """Give the bits of a value in a register of some type."""
     if value.dtype == dtype:
         return value
-    if value.dtype == bool or dtype == bool:
+    if bool in (value.dtype, dtype):
         return value.astype(dtype)
     if value.dtype.itemsize != dtype.itemsize:
         value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{dtype.itemsize}")
@@ -246,7 +247,9 @@ def _permuted(a: Array, b: Array, selector: Array) -> Array:
     result = np.zeros(np.broadcast_shapes(both.shape, selector.shape), np.uint32)
     for k in range(4):
         choice = selector >> np.uint32(4 * k)
-        octet = (both >> ((choice & np.uint32(7)) * np.uint32(8)).astype(np.uint64)) & np.uint64(255)
+        octet = (both >> ((choice & np.uint32(7)) * np.uint32(8)).astype(np.uint64)) & np.uint64(
+            255
+        )
         sign = np.where(octet >= 128, np.uint64(255), np.uint64(0))
         octet = np.where(choice & np.uint32(8), sign, octet)
         result |= octet.astype(np.uint32) << np.uint32(8 * k)
@@ -270,7 +273,7 @@ def _extracted(a: Array, position: Array, length: Array) -> Array:
     return field
 
 
-def _largest_halves(bits_to_float: Callable[[Array], Array], pick: Any, a: Array, b: Array) -> Array:
+def _picked_halves(bits_to_float: Callable[[Array], Array], pick: Any, a: Array, b: Array) -> Array:
     result = np.zeros(np.broadcast_shapes(a.shape, b.shape), np.uint32)
     for shift in (0, 16):
         x, y = ((v >> np.uint32(shift)) & np.uint32(0xFFFF) for v in (a, b))
@@ -505,7 +508,7 @@ class _Builder:
         if self.type in ("bf16x2", "f16x2"):
             as_float = float_of_bf16 if self.type == "bf16x2" else float_of_f16
             pick = strict if "NaN" in self.parts else quiet
-            self._binary(operation, lambda a, b: _largest_halves(as_float, pick, a, b))
+            self._binary(operation, lambda a, b: _picked_halves(as_float, pick, a, b))
         else:
             floats = self.type[0] == "f" and "NaN" not in self.parts
             self._binary(operation, quiet if floats else strict)
@@ -665,7 +668,6 @@ class _Builder:
 
     def _nanosleep(self, operation: Operation) -> None:
         operation.kind = Kind.SLEEP
-        operation.shared_by_blocks = True
         operation.execute = self.value(self.operands[0], "u32")
 
     def _bar(self, operation: Operation) -> None:
@@ -682,7 +684,9 @@ class _Builder:
 
             def execute(state: State, warps: Array, alive: Array) -> None:
                 brought = np.broadcast_to(value(state, warps), alive.shape)[alive]
-                state.set(number, warps, alive, np.asarray(brought.all() if every else brought.any()))
+                state.set(
+                    number, warps, alive, np.asarray(brought.all() if every else brought.any())
+                )
 
             operation.execute = execute
         elif "sync" not in self.parts:
@@ -793,6 +797,7 @@ class _Builder:
         dtype = DTYPES[self.type]
         fresh = bool({"volatile", "relaxed", "acquire"} & set(self.parts))
         operation.shared_by_blocks = fresh and space in ("global", "generic")
+        operation.looks = operation.shared_by_blocks
 
         def load(state: State, chosen: Chosen, mask: Mask, access: Access) -> None:
             data = access.data.view(dtype)
@@ -855,7 +860,9 @@ class _Builder:
                 for at in zip(*np.nonzero(active), strict=True):
                     old[at] = data[places[at]]
                     data[places[at]] = function(old[at], *(g[at] for g in given))
-                access.stored(state, np.broadcast_to(access.places, active.shape)[active], dtype.itemsize)
+                access.stored(
+                    state, np.broadcast_to(access.places, active.shape)[active], dtype.itemsize
+                )
                 if number is not None:
                     state.set(number, chosen, lanes, old)
                 in_shared = access.space == "shared"
@@ -948,9 +955,7 @@ def _access(
         return Access(space, generic, state.parameters, places)
     if space == "shared":
         blocks = state.block[chosen][:, None]
-        return Access(
-            space, generic, state.shared, places + blocks * state.kernel.shared_bytes
-        )
+        return Access(space, generic, state.shared, places + blocks * state.kernel.shared_bytes)
     if space == "local":
         numbers = (np.arange(state.warps)[chosen] * LANES)[:, None] + state.lane[:1]
         return Access(space, generic, state.local, places + numbers * state.kernel.local_bytes)

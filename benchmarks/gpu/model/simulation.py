@@ -102,7 +102,7 @@ class Simulation:
         self.ready = np.zeros((len(program.types), warps))
         self.issued = np.zeros(warps, np.int64)
         self.alive = np.ones((warps, LANES), bool)
-        self.spent = np.zeros((len(self.operations), warps), np.float32)  # since the last barrier
+        self.spent = np.zeros((warps, len(self.operations)), np.float32)  # since the last barrier
         self.paths: list[Counter[int]] = [Counter() for _ in blocks]
         self.opcodes: Counter[str] = Counter()
         self.places: list[int] = []  # a heap
@@ -122,8 +122,7 @@ class Simulation:
                     place = heapq.heappop(self.places)
                     self._run_from(place, self._merged(self.waiting.pop(place)), False)
                 else:
-                    _, _, place, group = heapq.heappop(self.parked)
-                    self._run_from(place, group, True)
+                    self._run_from(*self._next_turn(), True)
         if self.alive.any():
             raise RuntimeError(self._stuck())
         ends = self.clock.reshape(len(self.blocks), self.per_block).max(1)
@@ -173,6 +172,29 @@ class Simulation:
             self.parkings += 1
             entry = (self.clock[warp], self.parkings, place, Group(np.array([warp]), mask))
             heapq.heappush(self.parked, entry)
+
+    def _next_turn(self) -> tuple[int, Group]:
+        """Give the parked warp whose clock is first; if it only looks, with others that do so.
+
+        Looks change nothing for each other, and whoever looks does nothing else before its result
+        has come from the L2.
+        """
+        first = heapq.heappop(self.parked)
+        clock, _, place, group = first
+        groups, others = [group], []
+        if self.operations[place].looks:
+            until = clock + self.latencies.l2
+            while self.parked and self.parked[0][0] < until:
+                if not self.operations[self.parked[0][2]].looks:
+                    break
+                entry = heapq.heappop(self.parked)
+                if entry[2] == place:
+                    groups.append(entry[3])
+                else:
+                    others.append(entry)
+        for entry in others:
+            heapq.heappush(self.parked, entry)
+        return place, self._merged(groups)
 
     # ---- execution ---
 
@@ -252,7 +274,7 @@ class Simulation:
             rows = self.ready[sources[:, 0]] if isinstance(chosen, slice) else None
             arrived = rows if rows is not None else self.ready[sources, chosen]
             start = np.maximum(start, arrived.max(0))
-        self.spent[place, chosen] += start - clock
+        self.spent[chosen, place] += start - clock
         self.clock[chosen] = start
         self.issued[chosen] += operation.issue
         return start
@@ -263,7 +285,7 @@ class Simulation:
 
     def _pause(self, place: int, chosen: Chosen, cycles: float) -> None:
         self.clock[chosen] += cycles
-        self.spent[place, chosen] += cycles
+        self.spent[chosen, place] += cycles
 
     def _branch(
         self, place: int, operation: Operation, group: Group, chosen: Chosen
@@ -280,7 +302,7 @@ class Simulation:
         jumps, falls = taken.any(1), falling.any(1)
         cycles = self.latencies.branch * jumps + self.latencies.divergence * (jumps & falls)
         self.clock[chosen] += cycles
-        self.spent[place, chosen] += cycles
+        self.spent[chosen, place] += cycles
         if not falls.any():
             return target, group
         if not jumps.any():
@@ -341,15 +363,13 @@ class Simulation:
     def _close_interval(self, block: int, warps: Warps) -> float:
         """Add the slowest warp's cycles since the last barrier to the block's critical path."""
         slowest = warps[np.argmax(self.clock[warps])]
-        spent = self.spent[:, slowest]
+        spent = self.spent[slowest]
         for place in np.nonzero(spent)[0]:
             self.paths[block][int(place)] += float(spent[place])
-        self.spent[:, warps] = 0
+        self.spent[warps] = 0
         return float(self.clock[slowest])
 
-    def _meet(
-        self, place: int, operation: Operation, group: Group, chosen: Chosen
-    ) -> Group | None:
+    def _meet(self, place: int, operation: Operation, group: Group, chosen: Chosen) -> Group | None:
         """Give the warps of which all lanes that shall meet are there; the others wait."""
         if group.mask is None and place not in self.meeting:
             return group
