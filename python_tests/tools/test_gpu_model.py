@@ -235,7 +235,9 @@ def test_memories_are_compared_byte_by_byte():
     assert memory.compare() == (0, 1, 0) and memory.compare().agrees
     out[0] = 1
     assert memory.compare() == (1, 0, 0)
-    out[10] = 5  # and here the kernel wrote nothing
+    out[1] = 7  # the other half of that word, which may be padding
+    assert memory.compare().agrees
+    out[1], out[10] = 0, 5  # and here the kernel wrote nothing
     assert memory.compare().agrees
     watched = [range(out.ctypes.data, out.ctypes.data + out.nbytes)]
     assert memory.compare(watched) == (1, 0, 1)
@@ -279,7 +281,7 @@ extern "C" __global__ void floats(const float* x, const double* y, double* out) 
   row[0] = exp2f(-fabsf(x[i])) + x[i] * x[i];
   row[1] = fma(y[i], y[i], 1.0) / (1.0 + y[i] * y[i]);
   row[2] = sqrt(fabs(y[i])) + rint(y[i]);
-  row[3] = __bfloat162float(__float2bfloat16_rz(0.0f)) + __half2float(__ushort_as_half(0x3E00));
+  row[3] = __bfloat162float(__ushort_as_bfloat16(0x3FC0)) + __half2float(__ushort_as_half(0x3E00));
   row[4] = static_cast<double>(static_cast<uint64_t>(fabsf(x[i]) * 1048576.0f));
   row[5] = fmaxf(x[i], 0.5f) - fminf(x[i], static_cast<float>(y[i]));
 }
@@ -412,7 +414,7 @@ def test_floats(compiled):
         np.exp2(-np.abs(x)) + x * x,
         np.ones(64),
         np.sqrt(np.abs(y)) + np.rint(y),
-        np.full(64, 1.5),
+        np.full(64, 3.0),
         np.floor(np.abs(x) * np.float32(2**20)),
         np.maximum(x, 0.5) - np.minimum(x, y.astype(np.float32)),
     ]

@@ -155,8 +155,9 @@ class GlobalMemory:
     def compare(self, watched: Sequence[range] = ()) -> Comparison:
         """Compare what was written here with what the process's memory has become.
 
-        Bytes that hold `POISON` here were never set by the kernel: what a structure has between its
-        members is copied with it.
+        What a structure has between its members is not compared: bytes that hold `POISON` here
+        (copied from where nothing was written), and bytes that the process left as they were in a
+        word that it has written to.
 
         Parameters
         ----------
@@ -173,7 +174,8 @@ class GlobalMemory:
             for addresses in watched:
                 inside = (starts >= addresses.start) & (starts < addresses.stop)
                 compared |= inside & (now != before) & untouched
-            compared &= here != POISON
+            written_there = (now != before).reshape(-1, WORD).any(1)
+            compared &= (here != POISON) & ((now != before) | ~np.repeat(written_there, WORD))
             words = compared.reshape(-1, WORD).any(1)
             a, b = (np.where(compared, x, 0).view(np.uint64)[words] for x in (here, now))
             same = a == b

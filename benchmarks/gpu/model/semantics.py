@@ -904,8 +904,8 @@ class Access:
         memory, lines = state.memory, self.places // LINE
         block = state.block[chosen][:, None].astype(np.int32)
         start = np.asarray(start, np.float64).reshape(-1, 1)
-        arrival = memory.arrival[lines]
-        arrival = np.where(np.isposinf(arrival), start + latencies.dram, arrival)
+        # Blocks are not run in the order of their clocks: whoever asks first has it fetched.
+        arrival = np.minimum(memory.arrival[lines], start + latencies.dram)
         near = (memory.owner[lines] == block) & (not fresh)
         done = np.maximum(start + np.where(near, latencies.l1, latencies.l2), arrival)
         memory.arrival[lines] = arrival
