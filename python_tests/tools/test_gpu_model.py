@@ -256,6 +256,7 @@ SOURCE = """
 #include <cstdint>
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
+#include <cuda_pipeline.h>
 
 __device__ __attribute__((noinline)) int64_t mixed(int64_t a, int64_t b) {
   return b == 0 ? a : a / b + a % b;
@@ -337,6 +338,22 @@ extern "C" __global__ void histogram(const int* in, unsigned* out, int64_t* most
   __syncthreads();
   if (threadIdx.x < 16) out[threadIdx.x] = cells[threadIdx.x];
   atomicMax(reinterpret_cast<long long*>(most), static_cast<long long>(in[threadIdx.x]));
+}
+
+// Two halves of a row come while the first one is used.
+extern "C" __global__ void copies(const int4* in, int4* out) {
+  __shared__ int4 room[2][32];
+  const int t = threadIdx.x;
+  __pipeline_memcpy_async(&room[0][t], in + t, 16);
+  __pipeline_commit();
+  __pipeline_memcpy_async(&room[1][t], in + 32 + t, 16);
+  __pipeline_commit();
+  __pipeline_wait_prior(1);
+  __syncthreads();
+  out[t] = room[0][31 - t];
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  out[32 + t] = room[1][31 - t];
 }
 
 // Block b waits until all blocks before it have passed.
@@ -465,6 +482,15 @@ def test_local_memory(compiled):
     numbers, out = np.arange(32, dtype=np.int32), np.zeros(32, np.int32)
     _, memory = run(compiled("local_memory"), numbers, out)
     assert (left(memory, out) == numbers + numbers % 8).all()
+
+
+def test_asynchronous_copies(compiled):
+    numbers, out = np.arange(256, dtype=np.int32), np.zeros(256, np.int32)
+    cold = (range(numbers.ctypes.data, numbers.ctypes.data + numbers.nbytes),)
+    done, memory = run(compiled("copies"), numbers, out, cold=cold)
+    rows = numbers.reshape(2, 32, 4)[:, ::-1]
+    assert (left(memory, out).reshape(2, 32, 4) == rows).all()
+    assert LATENCIES.dram < done.cycles < 2 * LATENCIES.dram  # both on their way at once
 
 
 def test_blocks_that_wait_for_each_other(compiled):

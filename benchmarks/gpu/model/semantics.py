@@ -53,6 +53,7 @@ class Kind(Enum):
     COLLECTIVE = auto()  # of a warp
     FENCE = auto()
     SLEEP = auto()
+    COPIES = auto()  # asynchronous ones, that are grouped or waited for
     NOTHING = auto()
 
 
@@ -112,6 +113,8 @@ class State:
         }  # fmt: skip
         self.shared = np.full(len(blocks) * kernel.shared_bytes, POISON, np.uint8)
         self.local = np.full(self.warps * LANES * kernel.local_bytes, POISON, np.uint8)
+        self.copying = np.zeros(self.warps)  # when the copies of no group yet will be there
+        self.copied: list[list[float]] = [[] for _ in range(self.warps)]  # when groups will be
         size = -(-kernel.parameter_bytes // 16) * 16  # whatever type it is viewed as
         self.parameters = np.frombuffer(parameters.ljust(size, b"\0"), np.uint8)
 
@@ -873,6 +876,63 @@ class _Builder:
         operation.execute = execute
 
     _red = _atom
+
+    def _cp(self, operation: Operation) -> None:
+        if self.parts[1] != "async" or "bulk" in self.parts or "mbarrier" in self.parts:
+            raise NotImplementedError(f"the model does not know {self.instruction}")
+        if "commit_group" in self.parts:
+            self._commit(operation)
+        elif "wait_group" in self.parts or "wait_all" in self.parts:
+            self._wait(operation, int(self.operands[0], 0) if self.operands else None)
+        else:
+            self._copy(operation)
+
+    def _commit(self, operation: Operation) -> None:
+        operation.kind = Kind.COPIES
+
+        def execute(state: State, chosen: Chosen) -> float:
+            for warp in np.arange(state.warps)[chosen]:
+                state.copied[warp].append(state.copying[warp])
+                state.copying[warp] = 0.0
+            return 0.0
+
+        operation.execute = execute
+
+    def _wait(self, operation: Operation, newest: int | None) -> None:
+        """Wait for all groups but so many, or for everything."""
+        operation.kind = Kind.COPIES
+
+        def execute(state: State, chosen: Chosen) -> Array:
+            until = []
+            for warp in np.arange(state.warps)[chosen]:
+                groups = state.copied[warp]
+                old = groups if newest is None else groups[: max(len(groups) - newest, 0)]
+                rest = state.copying[warp] if newest is None else 0.0
+                until.append(max([*old, rest]))
+                state.copied[warp] = groups[len(old) :]
+            return np.array(until)
+
+        operation.execute = execute
+
+    def _copy(self, operation: Operation) -> None:
+        if len(self.operands) > 3 and self.operands[3] != self.operands[2]:  # a part of zeros
+            raise NotImplementedError(f"the model does not know {self.instruction}")
+        operation.kind = Kind.MEMORY
+        to, source = (self._address(x) for x in self.operands[:2])
+        size = int(self.operands[2], 0)
+
+        def execute(state: State, chosen: Chosen, mask: Mask, start: Any) -> int:
+            ((there, lanes),) = accesses(state, chosen, mask, "global", source(state, chosen))
+            ((here, _),) = accesses(state, chosen, mask, "shared", to(state, chosen))
+            active = ... if lanes is None else lanes
+            for offset in range(size):
+                octets = there.data[there.places[active] + offset]
+                here.data[here.places[active] + offset] = octets
+            arrival = start + there.load_latency(state, chosen, start, fresh=True)
+            state.copying[chosen] = np.maximum(state.copying[chosen], arrival)
+            return 0
+
+        operation.execute = execute
 
     def _prefetch(self, operation: Operation) -> None:
         operation.kind = Kind.MEMORY

@@ -255,6 +255,10 @@ class Simulation:
                 self._finish(operation, chosen, start, operation.latency)
             elif kind is Kind.FENCE:
                 self._pause(place, chosen, self.latencies.fence)
+            elif kind is Kind.COPIES:
+                assert operation.execute is not None
+                until = operation.execute(self.state, chosen)
+                self._pause(place, chosen, np.maximum(until - self.clock[chosen], 0))
             elif kind is Kind.SLEEP:
                 assert operation.execute is not None
                 nanoseconds = float(np.max(operation.execute(self.state, chosen)))
@@ -283,7 +287,7 @@ class Simulation:
         for number in operation.targets:
             self.ready[number, chosen] = start + latency
 
-    def _pause(self, place: int, chosen: Chosen, cycles: float) -> None:
+    def _pause(self, place: int, chosen: Chosen, cycles: Any) -> None:
         self.clock[chosen] += cycles
         self.spent[chosen, place] += cycles
 
