@@ -17,8 +17,7 @@ void load_kernels() {
 
 #ifdef SPECDEC_ON_FIBRES
 
-// Few multiprocessors, so that blocks take more than one tile.
-Chip properties_of(int32_t) { return {8, true}; }
+Chip properties_of(int32_t) { return {fibres::multiprocessors(), true}; }
 
 struct LoadingInCapture {};
 

@@ -60,11 +60,7 @@ void launch(const Gpu& gpu, const char* name, void (*kernel)(Params...), int64_t
   const bool chained = gpu.launches++ > 0 && gpu.chip.chains;
 #ifdef SPECDEC_ON_FIBRES
   fibres::expect_loaded(name, reinterpret_cast<const void*>(kernel));
-  const auto thread = [&] { kernel(params...); };
-  using Thread = decltype(thread);
-  fibres::run_grid(
-      name, blocks, kThreads, [](const void* t) { (*static_cast<Thread*>(t))(); }, &thread,
-      chained);
+  fibres::run_kernel<Params...>(name, kernel, blocks, kThreads, chained, params...);
 #else
   const void* arguments[] = {&params..., nullptr};  // no zero-sized array without parameters
   cudaLaunchAttribute attribute{};
