@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 #include <numeric>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -76,6 +77,7 @@ struct Fibre {
   Site site{"", "", 0};
   Combine combine = nullptr;
   void* mine = nullptr;
+  bool waited = false;  // for the launch before
 };
 
 // ---- the blocks that are under way --------------------------------------------------------------
@@ -129,6 +131,8 @@ struct Machine {
   std::string error;
   uint64_t random = 1;
   int64_t launches = 0;
+  int64_t waits = 0;             // threads that have waited for the launch before
+  std::set<const void*> loaded;  // kernels
 };
 
 Machine the_machine;
@@ -309,7 +313,10 @@ void begin(Machine* m, Block* block, int64_t index) {
   block->at_warp.assign((m->threads + kWarpLanes - 1) / kWarpLanes, 0);
   block->at_block = block->returned = 0;
   block->meetings = 0;
-  for (int i = 0; i < m->threads; ++i) release(block, i);
+  for (int i = 0; i < m->threads; ++i) {
+    block->fibres[static_cast<size_t>(i)]->waited = false;
+    release(block, i);
+  }
   block->under_way = true;
   tell(*m, Moment::kBlockBegins, index);
 }
@@ -362,6 +369,7 @@ void prepare(Machine* m, int64_t blocks, int threads) {
   m->shared = shared_memory();
   m->left = blocks;
   m->naps = 0;
+  m->waits = 0;
   m->suspended = false;
   m->residents.resize(kResidents);
   for (Block& block : m->residents) {
@@ -463,6 +471,11 @@ void run_grid(const Launch& launch, void (*thread)(const void*), const void* con
   }
   m.lost = -1;
   tell(m, Moment::kLaunchEnded);
+  if (launch.chained && m.waits != blocks * launch.threads) {
+    throw std::runtime_error(std::string(launch.name) + ": " + std::to_string(m.waits) + " of " +
+                             std::to_string(blocks * launch.threads) +
+                             " threads waited for the launch before");
+  }
 }
 
 void set_seed(uint64_t seed) {
@@ -473,6 +486,31 @@ void set_seed(uint64_t seed) {
 void lose_thread(int thread) {
   const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
   the_machine.lost = thread;
+}
+
+void load(const void* kernel) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.loaded.insert(kernel);
+}
+
+void expect_loaded(const char* name, const void* kernel) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  const std::set<const void*>& loaded = the_machine.loaded;
+  if (!loaded.empty() && loaded.count(kernel) == 0) {
+    throw std::runtime_error(std::string(name) + " is launched, but was not loaded");
+  }
+}
+
+void note_wait() {
+  Machine& m = the_machine;
+  Fibre& fibre = *m.block->fibres[static_cast<size_t>(m.block->current)];
+  if (!fibre.waited) ++m.waits;
+  fibre.waited = true;
+}
+
+void unload() {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.loaded.clear();
 }
 
 void set_observer(Observer observer) {

@@ -60,6 +60,7 @@ struct Launch {
   int64_t threads;  // of a block
   const Parameter* parameters;
   int64_t num_parameters;
+  bool chained;  // all its threads wait for the launch before
 };
 
 // Runs thread(context) for every thread of every block. Throws std::runtime_error, with the
@@ -69,16 +70,24 @@ void run_grid(const Launch& launch, void (*thread)(const void*), const void* con
 // Runs kernel(params...).
 template <typename... Params>
 void run_kernel(const char* name, void (*kernel)(Params...), int64_t blocks, int threads,
-                const Params&... params) {
+                bool chained, const Params&... params) {
   const Parameter parameters[] = {{&params, static_cast<int64_t>(sizeof(Params))}...,
                                   {nullptr, 0}};  // no array without elements
-  const Launch launch{name,    reinterpret_cast<const void*>(kernel), blocks,
-                      threads, parameters,                            sizeof...(Params)};
+  const Launch launch{
+      name,   reinterpret_cast<const void*>(kernel), blocks, threads, parameters, sizeof...(Params),
+      chained};
   const auto thread = [&] { kernel(params...); };
   using Thread = decltype(thread);
-  run_grid(
-      launch, [](const void* t) { (*static_cast<Thread*>(t))(); }, &thread);
+  run_grid(launch, [](const void* t) { (*static_cast<Thread*>(t))(); }, &thread);
 }
+
+// A library that loads kernels loads all that it launches.
+void load(const void* kernel);
+void expect_loaded(const char* name, const void* kernel);
+void unload();
+
+// The thread waits for the launch before.
+void note_wait();
 
 // ---- watching launches --------------------------------------------------------------------------
 

@@ -70,7 +70,9 @@ struct Scratch {
 template <auto Kernel, typename Call>
 void run(const Call& call) {
   Scratch scratch;
-  Kernel(call.params, cuda::Gpu{nullptr, Scratch::allocate, &scratch});
+  cuda::Chip chip = cuda::chip_of(0);
+  chip.multiprocessors = fibres::multiprocessors();
+  Kernel(call.params, cuda::Gpu{chip, nullptr, Scratch::allocate, &scratch});
   for (const Block& block : scratch.blocks) {
     if (block.intact()) continue;
     throw std::runtime_error("kernels wrote past the end of " + std::to_string(block.bytes) +
