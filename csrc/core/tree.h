@@ -72,7 +72,7 @@ struct NodeVisit {
   int64_t kept = -1;    // the token of the last drawn child, while `mass` still has it
   bool has_rest = false;
   bool drawn_at_random = true;  // sampled children: their law is no point mass
-  bool exhausted = false;  // no residual mass is left: no further child is accepted
+  bool exhausted = false;       // no residual mass is left: no further child is accepted
 };
 
 // ---- what the caller gave ---

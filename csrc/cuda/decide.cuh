@@ -221,11 +221,12 @@ __device__ double mass_of_others(const DrawTask& task, double others) {
   return task.coefficients.target / task.target_law.z * others + (tile < n ? beside : 0.0);
 }
 
-// Asks for the tiles that mass_of_others may read.
+// Asks for the tiles that mass_of_others may read, a warp a token.
 __device__ void prefetch_tiles_of_tokens(const VerifyParams& p, const Request& r) {
-  for (int64_t i = 0; i < r.drafted; ++i) {
+  constexpr int32_t kLines = kTile * 4 / 128 / kWarp + 1;  // of a lane
+  for (int64_t i = threadIdx.x / kWarp; i < r.drafted; i += kWarps) {
     const int64_t tile = load_id(p.draft_tokens, r.b, i) / kTile;
-    prefetch_tiles(target_row(p, r.b, i), tile, tile + 1);
+    prefetch_tiles(target_row(p, r.b, i), {tile, tile + 1}, threadIdx.x % kWarp, kWarp, kLines);
   }
 }
 

@@ -89,15 +89,18 @@ inline int64_t splits_for(const Gpu& gpu, int64_t units, int64_t tiles) {
   return best;
 }
 
-// Asks for as many bytes of a row from `tile` on as the block has threads for, a line each, but for
-// what is not before tile `end`: they come into L2 while the block does other things.
-__device__ __forceinline__ void prefetch_tiles(const Row& row, int64_t tile, int64_t end) {
+// Asks for the tiles [first, last) of a row, `most` lines a thread at most, which are shared out
+// over `threads` threads: they come into L2 while the block does other things.
+__device__ __forceinline__ void prefetch_tiles(const Row& row, const Share& tiles, int32_t thread,
+                                               int32_t threads, int32_t most) {
   constexpr int64_t kLine = 128;  // bytes
   if (row.data == nullptr) return;
   const int64_t bytes = row.element == Element::kFloat32 ? 4 : 2;
-  const int64_t place = tile * kTile * bytes + threadIdx.x * kLine;
-  const int64_t entries = end * kTile < row.vocab ? end * kTile : row.vocab;
-  if (place < entries * bytes) prefetch_line(static_cast<const char*>(row.data) + place);
+  const int64_t last = tiles.last * kTile < row.vocab ? tiles.last * kTile : row.vocab;
+  int64_t place = tiles.first * kTile * bytes + thread * kLine;
+  for (int32_t k = 0; k < most && place < last * bytes; ++k, place += threads * kLine) {
+    prefetch_line(static_cast<const char*>(row.data) + place);
+  }
 }
 
 // Whether this is the last of `blocks` blocks to come here: it then sees what the others wrote

@@ -14,10 +14,9 @@
 // Reads 2 or 4 bytes per entry of each target and draft row; again both rows of the residuals of
 // undecided nodes, and of the final residual once for its mass, unless that is known, and once for
 // the draw; or each target row again for a race; and what masks and reduced vocabularies cost
-// (tile.cuh). Unlike the CPU's, a stepwise rule
-// reads the rows after its first failure too: waiting for the decision would leave the chip idle.
-// Writes O(rows x tiles). Numerics: core/; float sums in fixed tiles combined in tile order, so
-// that neither splits nor the batch change a bit.
+// (tile.cuh). Unlike the CPU's, a stepwise rule reads the rows after its first failure too: waiting
+// for the decision would leave the chip idle. Writes O(rows x tiles). Numerics: core/; float sums
+// in fixed tiles combined in tile order, so that neither splits nor the batch change a bit.
 #include "cutoff.cuh"
 #include "decide.cuh"
 #include "kernels.h"
@@ -39,8 +38,7 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
   const Unit unit = this_unit(splits);
   const auto [b, slot] = place_in(unit.index, s.rows);
   const Row row = row_of_slot(p, b, slot);
-  const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
-  prefetch_tiles(row, share.first, share.last);
+  prefetch_tiles(row, share_of(num_tiles(row.vocab), unit.split, splits), threadIdx.x, kThreads, 1);
   open_for_rows(p, b, request.data());
   if (unit.split == 0 && threadIdx.x == 0) s.counters[unit.index] = 0;
   if (unit.split == 0 && slot == 0) clear_queue(s.queue, b);
