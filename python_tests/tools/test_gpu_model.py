@@ -278,6 +278,8 @@ extern "C" __global__ void integers(const int64_t* a, const int64_t* b, int64_t*
   row[7] = __byte_perm(static_cast<unsigned>(a[i]), static_cast<unsigned>(b[i]), 0x7531);
 }
 
+__device__ __attribute__((noinline)) float smaller(float a, float b) { return fminf(a, b); }
+
 extern "C" __global__ void floats(const float* x, const double* y, double* out) {
   const int i = threadIdx.x;
   double* row = out + 6 * i;
@@ -286,7 +288,7 @@ extern "C" __global__ void floats(const float* x, const double* y, double* out) 
   row[2] = sqrt(fabs(y[i])) + rint(y[i]);
   row[3] = __bfloat162float(__ushort_as_bfloat16(0x3FC0)) + __half2float(__ushort_as_half(0x3E00));
   row[4] = static_cast<double>(static_cast<uint64_t>(fabsf(x[i]) * 1048576.0f));
-  row[5] = fmaxf(x[i], 0.5f) - fminf(x[i], static_cast<float>(y[i]));
+  row[5] = fmaxf(x[i], 0.5f) - smaller(x[i], static_cast<float>(y[i]));
 }
 
 extern "C" __global__ void warps(const int* in, int* out) {
