@@ -149,6 +149,8 @@ def as_stored(value: Array, dtype: np.dtype) -> Array:
     if bool in (value.dtype, dtype):
         return value.astype(dtype)
     if value.dtype.itemsize != dtype.itemsize:
+        if value.dtype.kind == "f":
+            value = np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")
         value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{dtype.itemsize}")
     return np.ascontiguousarray(value).reshape(value.shape).view(dtype)
 
