@@ -152,7 +152,7 @@ def check(name: str, found: Tensor, expected: Tensor, padding: Tensor) -> str:
 def run(setting: Setting, device: torch.device, budget: float) -> tuple[dict[str, Any], bool]:
     """Check and time one setting; give the record, and whether all were right."""
     call = make_call(setting, device)
-    expected = reference.tree_attention(**call)
+    expected = reference.tree_attention(**call).out
     padding = (call["ancestors"] == 0).all(2)
     right, timed = True, {}
     for name, contestant in contestants(setting, call).items():

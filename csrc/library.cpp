@@ -74,10 +74,10 @@ constexpr char compact_kv[] =
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor path, Tensor num_accepted, "
     "Tensor seq_lens) -> Tensor status";
 
-// Attention of a tree's nodes to a cached prefix and to their ancestors.
+// Attention of a tree's nodes to a cached prefix and to their ancestors, and its log-sum-exp.
 constexpr char tree_attention[] =
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors, Tensor seq_lens, *, "
-    "float? scale=None, float soft_cap=0.0) -> Tensor out";
+    "float? scale=None, float soft_cap=0.0) -> (Tensor out, Tensor lse)";
 
 }  // namespace schemas
 

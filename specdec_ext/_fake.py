@@ -75,8 +75,8 @@ def _compact_kv(k_cache: Tensor, **_: Any) -> Tensor:
     return k_cache.new_empty((k_cache.shape[-4],), dtype=torch.int32)
 
 
-def _tree_attention(q: Tensor, **_: Any) -> Tensor:
-    return q.new_empty(q.shape)
+def _tree_attention(q: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _by_name(name: str, shapes: Callable[..., Any]) -> Callable[..., Any]:

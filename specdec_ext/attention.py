@@ -1,4 +1,4 @@
-"""tree_attention on the CPU, composed of torch's own attention.
+"""tree_attention on the CPU, composed of torch's own attention; and the merge of two attentions.
 
 The prefix, which every node sees whole, needs no mask: the heads of a group become rows of one
 attention call, so that keys and values are read once a group instead of once a head, and nothing of
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["register", "tree_attention"]
+from .contract import TreeAttentionResult
+
+__all__ = ["merge_attention", "register", "tree_attention"]
 
 #: Keys whose capped scores are held at once.
 CAPPED_KEYS = 1024
@@ -43,8 +45,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Give the attention of ``[B, Hkv, R, D]`` rows and the log-sum-exp ``[B, Hkv, R]``."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    found: tuple[Tensor, Tensor] = flash(rows, keys, values, attn_mask=mask, scale=scale)
-    return found
+    out, lse = flash(rows, keys, values, attn_mask=mask, scale=scale)
+    if mask is not None:  # torch's log-sum-exp of nothing is 0
+        lse.masked_fill_((mask == -math.inf).all(3), -math.inf)
+    return out, lse
 
 
 def _attend_capped(
@@ -66,17 +70,88 @@ def _attend_capped(
         weights = (scores - block_lse.nan_to_num(neginf=0.0)[..., None]).exp_()
         block_out = weights @ values[:, :, block].float()
         out, lse = (
-            (block_out, block_lse) if out is None else _merged(out, lse, block_out, block_lse)
+            (block_out, block_lse)
+            if out is None or lse is None
+            else _merged(out, lse, block_out, block_lse)
         )
     assert out is not None and lse is not None
     return out, lse
 
 
-def _merged(out: Tensor, lse: Tensor | None, other: Tensor, other_lse: Tensor) -> Any:
+def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys into attention over both, in float32."""
-    assert lse is not None
-    share = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)  # NaN: neither sees anything
+    # Where the other sees nothing, this one may see nothing either: -inf less -inf is no share.
+    share = torch.where(other_lse == -math.inf, 0.0, torch.sigmoid(other_lse - lse))
     return torch.lerp(out.float(), other.float(), share[..., None]), lse.logaddexp(other_lse)
+
+
+def _check_merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    op = "merge_attention"
+    given = dict(out=out, lse=lse, other_out=other_out, other_lse=other_lse)
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(t).__name__}")
+    heads = list(out.shape[:-1])
+    shapes = dict(lse=heads, other_out=[*heads, out.shape[-1]], other_lse=heads)
+    for name, shape in shapes.items():
+        if list(given[name].shape) != shape:
+            symbols = "[..., D]" if name == "other_out" else "[...]"
+            raise ValueError(
+                f"{op}: {name} must be {symbols} = {shape} for out {list(out.shape)}, "
+                f"got {list(given[name].shape)}"
+            )
+    for name, t in given.items():
+        if not t.is_floating_point():
+            raise ValueError(f"{op}: {name} must be of a floating-point dtype, got {t.dtype}")
+
+
+@torch.no_grad()
+def merge_attention(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
+) -> TreeAttentionResult:
+    """Merge attention over two disjoint sets of keys into attention over both.
+
+    What an engine needs where a part of the keys was attended to elsewhere: a prefix that requests
+    share, say, by another kernel. Plain torch, on any device; computes in float32.
+
+    Parameters
+    ----------
+    out, other_out : Tensor
+        ``[..., D]`` floating point: softmax-weighted means of values, ``[B, N, H, D]`` as
+        `tree_attention` gives them.
+    lse, other_lse : Tensor
+        ``[...]`` floating point, nats: the log of the sum of exp(score) over each set; -inf where
+        nothing is seen. (FlashInfer's are in units of log 2: multiply them by ``math.log(2)``.)
+
+    Returns
+    -------
+    TreeAttentionResult
+        ``out`` [..., D] of the dtype of `out`, ``lse`` [...] float32. 0 and -inf where neither sees
+        anything, NaN where a log-sum-exp is NaN.
+
+    Raises
+    ------
+    TypeError
+        An argument that is no tensor.
+    ValueError
+        A wrong dtype or shape.
+
+    References
+    ----------
+    Ye et al., "FlashInfer", arXiv 2501.01005, section 2.2 (attention states and their merge).
+
+    Examples
+    --------
+    >>> import torch, specdec_ext
+    >>> out, lse = torch.tensor([[1.0, 0.0]]), torch.tensor([0.0])
+    >>> other, other_lse = torch.tensor([[0.0, 1.0]]), torch.tensor([3.0]).log()
+    >>> merged = specdec_ext.merge_attention(out, lse, other, other_lse)  # three times the weight
+    >>> merged.out, merged.lse.exp()
+    (tensor([[0.2500, 0.7500]]), tensor([4.]))
+    """
+    _check_merged(out, lse, other_out, other_lse)
+    merged, merged_lse = _merged(out, lse.float(), other_out, other_lse.float())
+    return TreeAttentionResult(merged.to(out.dtype), merged_lse)
 
 
 def _packed_rows(q: Tensor, groups: int) -> Tensor:
@@ -88,7 +163,7 @@ def _packed_rows(q: Tensor, groups: int) -> Tensor:
 
 
 def _fill(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, length: int,
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, length: int,
     scale: float, cap: float,
 ) -> None:  # fmt: skip
     """Write the attention of requests whose prefixes have one length."""
@@ -102,12 +177,14 @@ def _fill(
         if end > begin:
             part = (rows, keys[:, :, begin:end], values[:, :, begin:end], bias, scale)
             parts.append(_attend_capped(*part, cap) if cap > 0 else _attend(*part))
-    found = parts[0][0] if len(parts) == 1 else _merged(*parts[1], *parts[0])[0]
+    found, log_sum = parts[0] if len(parts) == 1 else _merged(*parts[1], *parts[0])
     found = found.view(batch, groups, -1, nodes, size).permute(0, 3, 1, 2, 4)
     out.view(batch, nodes, groups, -1, size).copy_(found)
+    log_sum = log_sum.view(batch, groups, -1, nodes).permute(0, 3, 1, 2)
+    lse.view(batch, nodes, groups, -1).copy_(log_sum)
     padding = ~visible.any(2)
     if bool(padding.any()):
-        out[padding] = 0.0
+        out[padding], lse[padding] = 0.0, -math.inf
 
 
 @torch.no_grad()
@@ -120,21 +197,22 @@ def tree_attention(
     *,
     scale: float | None = None,
     soft_cap: float = 0.0,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Compute `specdec_ext.tree_attention` for CPU tensors."""
     arguments = (q, k_cache, v_cache, ancestors, seq_lens)
     prepare = torch.ops.specdec._prepare_tree_attention
-    out: Tensor = prepare(*arguments, scale=scale, soft_cap=soft_cap)
+    outputs: tuple[Tensor, Tensor] = prepare(*arguments, scale=scale, soft_cap=soft_cap)
+    out, lse = outputs
     factor = q.shape[3] ** -0.5 if scale is None else scale
     visible = _visible(ancestors)
     for first, end, length in _runs(seq_lens.tolist()):
         some = slice(first, end)
         if 0 <= length <= k_cache.shape[1] - q.shape[1]:
-            parts = (out[some], q[some], k_cache[some], v_cache[some], visible[some])
-            _fill(*parts, length, factor, soft_cap)
+            parts = (q[some], k_cache[some], v_cache[some], visible[some])
+            _fill(out[some], lse[some], *parts, length, factor, soft_cap)
         else:
-            out[some] = math.nan
-    return out
+            out[some], lse[some] = math.nan, math.nan
+    return outputs
 
 
 _library: Any = torch.library  # its functions are not annotated

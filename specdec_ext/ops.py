@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from .contract import (
     TREE_RULES,
     RowLaw,
     SampleResult,
+    TreeAttentionResult,
     TreeMaskResult,
     VerifyResult,
     VerifyTreeResult,
@@ -52,8 +53,9 @@ __all__ = [
     "RowLaw",
     "SampleResult",
     "TREE_RULES",
-    "VerifyResult",
+    "TreeAttentionResult",
     "TreeMaskResult",
+    "VerifyResult",
     "VerifyTreeResult",
     "acceptance",
     "compact_kv",
@@ -1066,6 +1068,7 @@ def compact_kv(
     return status
 
 
+@overload
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -1075,8 +1078,38 @@ def tree_attention(
     *,
     scale: float | None = None,
     soft_cap: float = 0.0,
+    return_lse: Literal[False] = False,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ancestors: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> TreeAttentionResult: ...
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ancestors: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | TreeAttentionResult:
     """Attend from the nodes of draft trees to their cached prefixes and to their ancestors.
 
     Equal to ``scaled_dot_product_attention`` under the mask that `specdec_ext.dense_tree_mask`
@@ -1098,15 +1131,20 @@ def tree_attention(
         Of the scores, default ``D ** -0.5``.
     soft_cap : float
         Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
+    return_lse : bool
+        Return the log-sum-exp of the scores, too: what `specdec_ext.merge_attention` merges this
+        attention by with attention over other keys.
     backend : {"auto", "cpu", "triton", "reference"}
         "auto" follows the tensors' device. An explicit choice never falls back. There are no CUDA
         C++ kernels: GPUs run Triton's.
 
     Returns
     -------
-    Tensor
+    Tensor or TreeAttentionResult
         ``[B, N, H, D]`` of q's dtype. 0 at padding nodes, NaN in a request with seq_lens outside
-        [0, L - N].
+        [0, L - N]. With `return_lse` a pair: ``out``, and ``lse`` [B, N, H] float32 in nats, -inf
+        at padding nodes, NaN where `out` is. The operator ``torch.ops.specdec.tree_attention``
+        always returns the pair.
 
     Raises
     ------
@@ -1129,9 +1167,10 @@ def tree_attention(
     >>> out[0, :, 0, 0]  # equal scores: the means of places 0-2, 0-3 and 0-2 with 4
     tensor([2.0000, 3.0000, 3.5000])
     """
+    _check_type("tree_attention", "return_lse", return_lse, "bool")
     arguments = {
         **dict(q=q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors),
         **dict(seq_lens=seq_lens, scale=scale, soft_cap=soft_cap),
     }
-    out: Tensor = _call("tree_attention", backend, seq_lens, arguments)
-    return out
+    found = TreeAttentionResult(*_call("tree_attention", backend, seq_lens, arguments))
+    return found if return_lse else found.out

@@ -36,7 +36,7 @@ using AcceptanceCall = Call<AcceptanceParams, Tensor>;
 using UniformsCall = Call<UniformsParams, Tensor>;
 using TreeMaskCall = Call<TreeMaskParams, std::tuple<Tensor, Tensor, Tensor>>;
 using CompactKvCall = Call<CompactKvParams, Tensor>;
-using TreeAttentionCall = Call<TreeAttentionParams, Tensor>;
+using TreeAttentionCall = Call<TreeAttentionParams, std::tuple<Tensor, Tensor>>;
 
 // ---- what several operators take ---
 

@@ -118,7 +118,9 @@ TreeAttentionCall check_tree_attention(const Tensor& q, const Tensor& k_cache,
                 "scale must be finite or None, got " + std::to_string(scale.value_or(0.0)));
   check.require(std::isfinite(soft_cap) && soft_cap >= 0.0,
                 "soft_cap must be finite and >= 0, got " + std::to_string(soft_cap));
-  return {{}, new_tensor(q, {batch, nodes, heads, head_size}, q.scalar_type())};
+  std::tuple outputs{new_tensor(q, {batch, nodes, heads, head_size}, q.scalar_type()),
+                     new_tensor(q, {batch, nodes, heads}, ScalarType::Float)};
+  return {{}, std::move(outputs)};
 }
 
 }  // namespace specdec

@@ -77,8 +77,8 @@ class Backend:
     def tree_mask(self, *args: Any, **kwargs: Any) -> Any:
         return specdec_ext.TreeMaskResult(*self._call("tree_mask", *args, **kwargs))
 
-    def tree_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._call("tree_attention", *args, **kwargs)
+    def tree_attention(self, *args: Any, **kwargs: Any) -> Any:
+        return specdec_ext.TreeAttentionResult(*self._call("tree_attention", *args, **kwargs))
 
     def compact_kv(self, k_cache: Any, v_cache: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         caches = [placed(cache, torch.device(self.device)) for cache in (k_cache, v_cache)]

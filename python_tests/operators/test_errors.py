@@ -394,6 +394,7 @@ TYPE_ERRORS = [
     ("tree_attention", dict(ancestors=None), "ancestors must be a Tensor, got NoneType"),
     ("tree_attention", dict(scale="1"), "scale must be a number or None, got str"),
     ("tree_attention", dict(soft_cap=True), "soft_cap must be a number, got bool"),
+    ("tree_attention", dict(return_lse=1), "return_lse must be a bool, got int"),
 ]
 
 

@@ -21,7 +21,7 @@ EXTRA = {
     "uniforms": ["backend"],
     "tree_mask": ["backend"],
     "compact_kv": ["backend"],
-    "tree_attention": ["backend"],
+    "tree_attention": ["return_lse", "backend"],
 }
 RESULTS = {
     "row_law": specdec_ext.RowLaw,
@@ -29,9 +29,10 @@ RESULTS = {
     "verify": specdec_ext.VerifyResult,
     "verify_tree": specdec_ext.VerifyTreeResult,
     "tree_mask": specdec_ext.TreeMaskResult,
+    "tree_attention": specdec_ext.TreeAttentionResult,
 }
 # What returns a single tensor that is not called like the operator.
-RETURNS = {"compact_kv": "status", "tree_attention": "out"}
+RETURNS = {"compact_kv": "status"}
 CSRC = Path(__file__).parents[2] / "csrc"
 
 REQUIRED = inspect.Parameter.empty
@@ -78,7 +79,7 @@ def test_wrapper_matches_schema(name):
     arguments = python_arguments(getattr(specdec_ext, name))
     extra = len(EXTRA[name])
     assert arguments[:-extra] == schema_arguments(name)
-    defaults = {"generator": None, "backend": "auto"}
+    defaults = {"generator": None, "return_lse": False, "backend": "auto"}
     assert arguments[-extra:] == [(e, True, defaults[e]) for e in EXTRA[name]]
 
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import STATUS_INVALID_TREE, STATUS_PARAMETER_OUT_OF_RANGE, TreeMaskResult
+from specdec_ext.contract import (
+    STATUS_INVALID_TREE,
+    STATUS_PARAMETER_OUT_OF_RANGE,
+    TreeAttentionResult,
+    TreeMaskResult,
+)
 from specdec_ext.reference.laws import INF, NAN
 
 __all__ = [
@@ -82,11 +87,12 @@ def tree_attention(
     *,
     scale: float | None = None,
     soft_cap: float = 0.0,
-) -> Tensor:
+) -> TreeAttentionResult:
     """Softmax over the prefix and the ancestors; see `specdec_ext.tree_attention`."""
     nodes, heads, size = q.shape[1:]
     node = torch.arange(nodes, device=q.device)
     out = torch.full(q.shape, NAN, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:3], NAN, dtype=torch.float32, device=q.device)
     for b, start in enumerate(seq_lens.tolist()):
         if not 0 <= start <= k_cache.shape[1] - nodes:
             continue
@@ -101,6 +107,9 @@ def tree_attention(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         seen = (ancestors[b][:, node // 64] >> (node % 64) & 1).bool()
         scores[:, :, start:].masked_fill_(~seen, -INF)
-        found = torch.einsum("hnl,lhd->nhd", scores.softmax(2), values)
-        out[b] = torch.where(seen.any(1)[:, None, None], found, 0.0).to(q.dtype)
-    return out
+        scores[:, ~seen.any(1)] = -INF  # padding
+        log_sum = scores.logsumexp(2)
+        weights = (scores - log_sum.nan_to_num(neginf=0.0)[..., None]).exp()
+        out[b] = torch.einsum("hnl,lhd->nhd", weights, values).to(q.dtype)
+        lse[b] = log_sum.T
+    return TreeAttentionResult(out, lse)

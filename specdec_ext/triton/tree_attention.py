@@ -24,6 +24,7 @@ from torch import Tensor
 from .launch import INTERPRETED, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 #: Programs that a call aims at: a few for each multiprocessor of a large GPU.
 PROGRAMS = 512
@@ -57,6 +58,13 @@ class Tree(NamedTuple):
     seq_lens_stride: int
     nodes: int
     places: int
+
+
+class Output(NamedTuple):
+    """What a call returns, contiguous: [B, N, H, D] and the log-sum-exp [B, N, H]."""
+
+    data: Tensor
+    lse: Tensor
 
 
 class Splits(NamedTuple):
@@ -142,9 +150,22 @@ def head_of(vectors, b, head):
 
 
 @triton.jit
-def output_at(out, b, node, head, nodes, heads, SIZE: tl.constexpr):
-    """Give the addresses of rows of the output [B, N, H, D]."""
-    return out + ((b * nodes + node) * heads + head) * SIZE
+def write(
+    out, tree, b, node, head, heads, largest, total, found, seen, seq_len, inside,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write rows of the output; `found` is yet to be divided by the sum of weights."""
+    largest = tl.where(seen != 0, largest + tl.log2(total), float("-inf"))
+    found = tl.where((seen != 0)[:, None], found / tl.where(total > 0, total, 1.0)[:, None], 0.0)
+    is_here = seq_len >= 0
+    row = (b * tree.nodes + node) * heads + head
+    d = tl.arange(0, WIDTH)
+    tl.store(out.lse + row, tl.where(is_here, largest * LN_2, float("nan")), mask=inside)
+    tl.store(
+        out.data + row[:, None] * SIZE + d[None, :],
+        tl.where(is_here, found, float("nan")).to(out.data.dtype.element_ty),
+        mask=inside[:, None] & (d[None, :] < SIZE),
+    )
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -199,17 +220,17 @@ def attend(
                 scale, cap, True, HAS_CAP, SIZE, KEYS, WIDTH,
             )  # fmt: skip
     largest, total, found = state
-    found = found / tl.where(total > 0, total, 1.0)[:, None]
     if SPLIT:
+        found = found / tl.where(total > 0, total, 1.0)[:, None]
         place = ((b * key_heads + key_head) * splits + split) * rows + row
         log2_sum = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
         tl.store(partial.log2_sum + place, log2_sum, mask=inside)
         tl.store(partial.out + place[:, None] * SIZE + d[None, :], found, mask=has_entry)
     else:
-        found = tl.where((seen != 0)[:, None], found, 0.0)
-        found = tl.where(seq_len >= 0, found, float("nan"))
-        to = output_at(out, b, node, head, tree.nodes, heads, SIZE)
-        tl.store(to[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=has_entry)
+        write(
+            out, tree, b, node, head, heads, largest, total, found, seen, seq_len, inside,
+            SIZE, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -247,11 +268,10 @@ def combine(
         total = total * shrink + weight
         found = found * shrink[:, None] + part * weight[:, None]
         largest = new_largest
-    found = found / tl.where(total > 0, total, 1.0)[:, None]
-    found = tl.where((seen != 0)[:, None], found, 0.0)
-    found = tl.where(seq_len_of(tree, b) >= 0, found, float("nan"))
-    to = output_at(out, b, node, key_head * group + row % group, tree.nodes, heads, SIZE)
-    tl.store(to[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=has_entry)
+    write(
+        out, tree, b, node, key_head * group + row % group, heads, largest, total, found, seen,
+        seq_len_of(tree, b), inside, SIZE, WIDTH,
+    )  # fmt: skip
 
 
 def _vectors(tensor: Tensor) -> Vectors:
@@ -264,8 +284,8 @@ def _number_of_splits(programs: int, places: int) -> int:
     return max(1, min(wanted, places // LEAST_KEYS))
 
 
-def tree_attention(out: Tensor, call: SimpleNamespace) -> None:
-    """Fill the output of `specdec_ext.tree_attention`."""
+def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> None:
+    """Fill the outputs of `specdec_ext.tree_attention`."""
     q, lens, ancestors = call.q, call.seq_lens, call.ancestors
     batch, nodes, heads, size = q.shape
     places, key_heads = call.k_cache.shape[1:3]
@@ -280,7 +300,7 @@ def tree_attention(out: Tensor, call: SimpleNamespace) -> None:
     splits = _number_of_splits(programs, places)
     strides: tuple[int, int, int] = ancestors.stride()
     tree = Tree(ancestors, *strides, lens, lens.stride(0), nodes, places)
-    partial = None
+    out, partial = Output(*outputs), None
     if splits > 1:
         shape = (batch, key_heads, splits, rows)
         partial = Splits(
