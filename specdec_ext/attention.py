@@ -5,14 +5,16 @@ attention call, so that keys and values are read once a group instead of once a 
 size N x L is built. The tree's N keys are a second, small call under the ancestor bits. The two are
 weighed by the log-sum-exp of their scores.
 
-Beside the output this takes a copy of q and of both results, and [B, N * H / Hkv, N] of mask.
+Beside the output this takes a copy of q and of both results, and [B, N * H / Hkv, N] of mask; where
+keys must be copied (out of pages) or scores exist (under a soft cap), that is done for a block of
+keys at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +23,44 @@ from .contract import TreeAttentionResult
 
 __all__ = ["merge_attention", "register", "tree_attention"]
 
-#: Keys whose capped scores are held at once.
-CAPPED_KEYS = 1024
+#: Keys that are copied, or whose scores are held, at once.
+BLOCK_KEYS = 1024
+
+
+class _Options(NamedTuple):
+    """What holds for all requests of a call."""
+
+    scale: float
+    cap: float  # 0: none
+    window: int  # 0: none
+
+
+class _Keys(NamedTuple):
+    """The keys and values of some requests: ``[B, L, Hkv, D]``, or blocks and a table of them."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor | None
 
 
 def _visible(ancestors: Tensor) -> Tensor:
     """Unpack ancestor bits into ``[B, N, N]`` bools."""
     node = torch.arange(ancestors.shape[1])
     return (ancestors[:, :, node // 64] >> (node % 64) & 1).bool()
+
+
+def wrong_pages(
+    block_table: Tensor, seq_lens: Tensor, cache: Tensor, nodes: int, window: int
+) -> Tensor:
+    """Say which entries of a table are read and name no block of the cache, ``[B, P]`` bools."""
+    blocks, size = cache.shape[:2]
+    page = torch.arange(block_table.shape[1])
+    largest = block_table.shape[1] * size - nodes
+    lens = seq_lens.long()[:, None].clamp(-1, largest + 1)  # -1 and largest + 1: not in the cache
+    first = (lens - window + 1).clamp(min=0) // size if window > 0 else torch.zeros_like(lens)
+    is_read = (page >= first) & (page <= (lens + nodes - 1) // size)
+    is_wrong = (block_table < 0) | (block_table >= blocks)
+    return is_read & is_wrong & (lens >= 0) & (lens <= largest)
 
 
 def _runs(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -40,7 +72,17 @@ def _runs(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
             first = b
 
 
-def _attend(
+def _read(cache: Tensor, table: Tensor | None, begin: int, end: int) -> Tensor:
+    """Give the places [begin, end) as ``[B, Hkv, end - begin, D]``: a view, but for tables."""
+    if table is None:
+        return cache[:, begin:end].transpose(1, 2)
+    size = cache.shape[1]
+    first = begin // size
+    pages = cache[table[:, first : -(-end // size)].long()].flatten(1, 2)
+    return pages[:, begin - first * size : end - first * size].transpose(1, 2)
+
+
+def _attend_whole(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Give the attention of ``[B, Hkv, R, D]`` rows and the log-sum-exp ``[B, Hkv, R]``."""
@@ -51,31 +93,39 @@ def _attend(
     return out, lse
 
 
-def _attend_capped(
+def _attend_by_scores(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """Give the same under a soft cap, which torch's flash attention does not have.
-
-    The scores exist, in float32, for a block of keys at a time.
-    """
-    out, lse = None, None
-    for begin in range(0, keys.shape[2], CAPPED_KEYS):
-        block = slice(begin, begin + CAPPED_KEYS)
-        scores = rows.float() @ keys[:, :, block].float().transpose(2, 3)
+    """Give the same where torch's flash attention cannot: the scores exist, in float32."""
+    scores = rows.float() @ keys.float().transpose(2, 3)
+    if cap > 0:
         scores = scores.mul_(scale / cap).tanh_().mul_(cap)
-        if mask is not None:
-            scores += mask[..., block]
-        block_lse = scores.logsumexp(3)
-        # A row that sees nothing of this block has a log-sum-exp of -inf.
-        weights = (scores - block_lse.nan_to_num(neginf=0.0)[..., None]).exp_()
-        block_out = weights @ values[:, :, block].float()
-        out, lse = (
-            (block_out, block_lse)
-            if out is None or lse is None
-            else _merged(out, lse, block_out, block_lse)
+    else:
+        scores = scores.mul_(scale)
+    if mask is not None:
+        scores += mask
+    lse = scores.logsumexp(3)
+    # A row that sees nothing here has a log-sum-exp of -inf.
+    weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp_()
+    return weights @ values.float(), lse
+
+
+def _attend(
+    rows: Tensor, held: _Keys, begin: int, end: int, mask: Tensor | None, options: _Options
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield attention to blocks of the places [begin, end)."""
+    whole = options.cap == 0
+    step = max(end - begin, 1) if whole and held.block_table is None else BLOCK_KEYS
+    for first in range(begin, end, step):
+        last = min(first + step, end)
+        keys, values = (
+            _read(cache, held.block_table, first, last) for cache in (held.k_cache, held.v_cache)
         )
-    assert out is not None and lse is not None
-    return out, lse
+        bias = None if mask is None else mask[..., first - begin : last - begin]
+        if whole:
+            yield _attend_whole(rows, keys, values, bias, options.scale)
+        else:
+            yield _attend_by_scores(rows, keys, values, bias, options.scale, options.cap)
 
 
 def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,26 +212,46 @@ def _packed_rows(q: Tensor, groups: int) -> Tensor:
     return q.view(batch, nodes, groups, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
+def _spans(visible: Tensor, length: int, window: int) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Yield ranges of places and which of them nodes see, ``[B, N, places]``: None if all do.
+
+    A window makes a mask of no more than N places of the prefix: what lies before them nobody sees,
+    what lies behind them everybody.
+    """
+    batch, nodes, _ = visible.shape
+    begin = common = 0
+    if window > 0:
+        depths = visible.sum(2) - 1
+        visible = visible & (depths[:, :, None] - depths[:, None] < window)
+        begin = max(0, length - window + 1)
+        deepest = int(depths.max()) if batch > 0 else 0
+        common = min(max(begin, length + deepest - window + 1), length)
+        within = torch.arange(begin, common) > length + depths[:, :, None] - window
+        yield begin, common, within
+    yield common, length, None
+    yield length, length + nodes, visible
+
+
 def _fill(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, length: int,
-    scale: float, cap: float,
+    out: Tensor, lse: Tensor, q: Tensor, held: _Keys, visible: Tensor, length: int,
+    options: _Options,
 ) -> None:  # fmt: skip
     """Write the attention of requests whose prefixes have one length."""
-    batch, nodes, heads, size = q.shape
-    groups = k.shape[2]
+    batch, nodes, heads, _ = q.shape
+    groups = held.k_cache.shape[2]
     rows = _packed_rows(q, groups)
-    keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    mask = torch.where(visible, 0.0, -math.inf)[:, None].repeat(1, 1, heads // groups, 1)
-    parts = []
-    for begin, end, bias in ((length, length + nodes, mask), (0, length, None)):
-        if end > begin:
-            part = (rows, keys[:, :, begin:end], values[:, :, begin:end], bias, scale)
-            parts.append(_attend_capped(*part, cap) if cap > 0 else _attend(*part))
-    found, log_sum = parts[0] if len(parts) == 1 else _merged(*parts[1], *parts[0])
-    found = found.view(batch, groups, -1, nodes, size).permute(0, 3, 1, 2, 4)
-    out.view(batch, nodes, groups, -1, size).copy_(found)
-    log_sum = log_sum.view(batch, groups, -1, nodes).permute(0, 3, 1, 2)
-    lse.view(batch, nodes, groups, -1).copy_(log_sum)
+    found = None
+    for begin, end, seen in _spans(visible, length, options.window):
+        mask = None
+        if seen is not None:
+            mask = torch.where(seen, 0.0, -math.inf)[:, None].repeat(1, 1, heads // groups, 1)
+        for part in _attend(rows, held, begin, end, mask, options):
+            found = part if found is None else _merged(*found, *part)
+    assert found is not None
+    by_node = (batch, groups, -1, nodes)
+    packed = (batch, nodes, groups, heads // groups)
+    out.view(*packed, -1).copy_(found[0].view(*by_node, out.shape[3]).permute(0, 3, 1, 2, 4))
+    lse.view(packed).copy_(found[1].view(by_node).permute(0, 3, 1, 2))
     padding = ~visible.any(2)
     if bool(padding.any()):
         out[padding], lse[padding] = 0.0, -math.inf
@@ -195,21 +265,33 @@ def tree_attention(
     ancestors: Tensor,
     seq_lens: Tensor,
     *,
+    block_table: Tensor | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute `specdec_ext.tree_attention` for CPU tensors."""
-    arguments = (q, k_cache, v_cache, ancestors, seq_lens)
-    prepare = torch.ops.specdec._prepare_tree_attention
-    outputs: tuple[Tensor, Tensor] = prepare(*arguments, scale=scale, soft_cap=soft_cap)
+    outputs: tuple[Tensor, Tensor] = torch.ops.specdec._prepare_tree_attention(
+        *(q, k_cache, v_cache, ancestors, seq_lens),
+        **dict(block_table=block_table, scale=scale, soft_cap=soft_cap, window=window),
+    )
     out, lse = outputs
-    factor = q.shape[3] ** -0.5 if scale is None else scale
+    nodes, size = q.shape[1], q.shape[3]
+    options = _Options(size**-0.5 if scale is None else scale, soft_cap, window)
     visible = _visible(ancestors)
-    for first, end, length in _runs(seq_lens.tolist()):
+    places, lens = k_cache.shape[1], seq_lens.long()
+    if block_table is not None:
+        places *= block_table.shape[1]
+        wrong = wrong_pages(block_table, seq_lens, k_cache, nodes, window).any(1)
+        lens = lens.masked_fill(wrong, -1)
+    for first, end, length in _runs(lens.tolist()):
         some = slice(first, end)
-        if 0 <= length <= k_cache.shape[1] - q.shape[1]:
-            parts = (q[some], k_cache[some], v_cache[some], visible[some])
-            _fill(out[some], lse[some], *parts, length, factor, soft_cap)
+        if 0 <= length <= places - nodes:
+            if block_table is None:
+                held = _Keys(k_cache[some], v_cache[some], None)
+            else:
+                held = _Keys(k_cache, v_cache, block_table[some])
+            _fill(out[some], lse[some], q[some], held, visible[some], length, options)
         else:
             out[some], lse[some] = math.nan, math.nan
     return outputs

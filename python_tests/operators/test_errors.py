@@ -61,6 +61,7 @@ def strided(*shape):
 SEEDS = dict(seeds=ints(B), positions=ints(B), uniforms=None)
 ROWS = dict(target_rows=ints(B, G + 1), target_logits=floats(7, V))
 DRAFT_ROWS = dict(draft_rows=ints(B, G), draft_logits=floats(7, V))
+PAGED = dict(block_table=ints(B, 3))
 PROBS = dict(draft_logits=None, draft_probs=floats(B, G, V))
 
 # (operator, changed arguments, everything that the message must contain, between bars)
@@ -279,6 +280,17 @@ ATTENTION_ERRORS = [
     ("tree_attention", dict(scale=float("inf")), "scale | finite"),
     ("tree_attention", dict(soft_cap=-1.0), "soft_cap | >= 0 | -1"),
     ("tree_attention", dict(soft_cap=float("nan")), "soft_cap | finite"),
+    ("tree_attention", dict(window=-1), "window | [0, 2147483648) | -1"),
+    ("tree_attention", dict(window=2**31), "window | [0, 2147483648) | 2147483648"),
+    ("tree_attention", dict(PAGED, block_table=ints(B + 1, 3)),
+     "block_table | [B, P] | int32 or int64 | [3, 3]"),
+    ("tree_attention", dict(PAGED, block_table=floats(B, 3)), "block_table | int32 or int64"),
+    ("tree_attention", dict(PAGED, k_cache=floats(B, 9, 2, 5)),
+     "k_cache | [num_blocks, block_size, Hkv, D] | [2, 9, 2, 5]"),
+    ("tree_attention", dict(PAGED, v_cache=floats(3, 9, 2, 4)),
+     "v_cache | [num_blocks, block_size, Hkv, D] | [2, 9, 2, 4] | [3, 9, 2, 4]"),
+    ("tree_attention", dict(PAGED, k_cache=floats(B, 0, 2, 4), v_cache=floats(B, 0, 2, 4)),
+     "k_cache | block_size of at least 1 | [2, 0, 2, 4]"),
 ]  # fmt: skip
 
 
@@ -394,6 +406,8 @@ TYPE_ERRORS = [
     ("tree_attention", dict(ancestors=None), "ancestors must be a Tensor, got NoneType"),
     ("tree_attention", dict(scale="1"), "scale must be a number or None, got str"),
     ("tree_attention", dict(soft_cap=True), "soft_cap must be a number, got bool"),
+    ("tree_attention", dict(block_table=[0]), "block_table must be a Tensor or None, got list"),
+    ("tree_attention", dict(window=1.0), "window must be an int, got float"),
     ("tree_attention", dict(return_lse=1), "return_lse must be a bool, got int"),
 ]
 

@@ -220,10 +220,12 @@ def sample_calls(**kwargs):
     ancestors = reference.tree_mask(parents).ancestors
     yield "tree_attention", (q, keys, keys, ancestors, some), {}
     yield "tree_attention", (q, keys, keys, ancestors, some), {"scale": 0.5, "soft_cap": 3.0}
+    table = torch.arange(batch, dtype=torch.int32)[:, None]
+    yield "tree_attention", (q, keys, keys, ancestors, some), {"block_table": table, "window": 2}
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("case", range(22))
+@pytest.mark.parametrize("case", range(23))
 def test_opcheck(case, requires_grad):
     name, args, kwargs = list(sample_calls(requires_grad=requires_grad))[case]
     operator = getattr(torch.ops.specdec, name).default

@@ -31,12 +31,14 @@ def make(nodes, heads, key_heads, size, places, dtype=torch.float32, batch=3):
     return dict(q=q, k_cache=k, v_cache=v, ancestors=tree.ancestors, seq_lens=lens)
 
 
-def dense(q, k_cache, v_cache, ancestors, seq_lens, scale=None):
+def dense(q, k_cache, v_cache, ancestors, seq_lens, scale=None, window=0):
     """The same by torch, in float64 under a dense mask; padding nodes are zeroed."""
     nodes, places = q.shape[1], k_cache.shape[1]
     mask = specdec_ext.dense_tree_mask(
         ancestors, seq_lens, places - nodes, layout="packed", dtype=torch.bool
     )
+    if window > 0:
+        mask &= in_window(ancestors, seq_lens, places, window)
     q, keys, values = (t.transpose(1, 2).double() for t in (q, k_cache, v_cache))
     out = scaled_dot_product_attention(
         q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
@@ -49,6 +51,44 @@ def dense(q, k_cache, v_cache, ancestors, seq_lens, scale=None):
         out.transpose(1, 2).masked_fill(padding[..., None], 0.0),
         lse.transpose(1, 2).masked_fill(padding, -math.inf),
     )
+
+
+def in_window(ancestors, seq_lens, places, window):
+    """Which keys are within the window of which queries, [B, 1, N, L], place by place."""
+    batch, nodes = ancestors.shape[:2]
+    mask = torch.zeros(batch, 1, nodes, places, dtype=torch.bool)
+    for b, length in enumerate(seq_lens.tolist()):
+        depths = [sum(int(w).bit_count() for w in row) - 1 for row in ancestors[b].tolist()]
+        position = [*range(length), *(length + depth for depth in depths)]
+        for v, depth in enumerate(depths):
+            for place, key in enumerate(position[:places]):
+                mask[b, 0, v, place] = key > length + depth - window
+    return mask
+
+
+def paged(call, size, layout="blocks", dtype=torch.int32):
+    """The call with its caches in pages, shuffled; what is not attended to holds NaN."""
+    generator = torch.Generator().manual_seed(size)
+    batch, places = call["k_cache"].shape[:2]
+    nodes, pages = call["q"].shape[1], -(-places // size) + 1
+    table = torch.randperm(batch * pages + 3, generator=generator)[: batch * pages]
+    table = table.view(batch, pages)
+    caches = {}
+    for name in ("k_cache", "v_cache"):
+        shape = (batch * pages + 3, size, *call[name].shape[2:])
+        if layout == "heads first":
+            shape = (shape[0], shape[2], size, shape[3])
+        cache = torch.full((shape[0], 2, *shape[1:]), math.nan, dtype=call[name].dtype)
+        cache = cache[:, 1] if layout == "pairs" else cache[:, 0].clone()
+        cache = cache.transpose(1, 2) if layout == "heads first" else cache
+        for b, length in enumerate(call["seq_lens"].tolist()):
+            for place in range(length + nodes):
+                cache[table[b, place // size], place % size] = call[name][b, place]
+        caches[name] = cache
+    for b, length in enumerate(call["seq_lens"].tolist()):
+        behind = table[b, (length + nodes - 1) // size + 1 :]
+        behind.copy_(torch.tensor([-1, 2**31 - 1, 10**6, -(2**31)])[torch.arange(len(behind)) % 4])
+    return {**call, **caches, "block_table": table.to(dtype)}
 
 
 def assert_close(found, expected, dtype):
@@ -79,7 +119,7 @@ def attending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             importlib.import_module("specdec_ext.triton.tree_attention"), "LEAST_KEYS", 32
         )
     else:
-        monkeypatch.setattr(attention, "CAPPED_KEYS", 40)
+        monkeypatch.setattr(attention, "BLOCK_KEYS", 40)
     return request.param
 
 
@@ -134,6 +174,102 @@ def test_the_soft_cap_by_hand(attending):
     out = torch.cat([one.out for one in found]).flatten()
     torch.testing.assert_close(out, logits.softmax(0))
     torch.testing.assert_close(found[0].lse.flatten(), logits.logsumexp(0)[None])
+
+
+# ---- windows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 40, 63, 10**9])
+def test_window(attending, window):
+    call = make(12, 4, 2, 16, 75)
+    expected = dense(**call, window=window)
+    assert_close(REFERENCE.tree_attention(**call, window=window), expected, torch.float32)
+    assert_close(attending.tree_attention(**call, window=window), expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_window_of_deep_trees(attending, dtype):
+    # Depths of more than a word's bits; a chain is causal attention in a band.
+    call = make(140, 2, 1, 16, 300, dtype=dtype, batch=2)
+    chain = torch.arange(-1, 139).repeat(2, 1)
+    call["ancestors"] = specdec_ext.tree_mask(chain).ancestors
+    for options in (dict(window=100), dict(window=5, soft_cap=4.0)):
+        expected = REFERENCE.tree_attention(**call, **options)
+        assert_close(attending.tree_attention(**call, **options), expected, dtype)
+    place = torch.arange(300)
+    query = call["seq_lens"][:, None] + torch.arange(140)
+    band = (place <= query[..., None]) & (place > query[..., None] - 5)
+    heads = (call[name].transpose(1, 2).double() for name in ("q", "k_cache", "v_cache"))
+    out = scaled_dot_product_attention(*heads, attn_mask=band[:, None], enable_gqa=True)
+    found = attending.tree_attention(**call, window=5).out
+    assert float((found - out.transpose(1, 2)).abs().max()) <= 2 * TOLERANCE[dtype]
+
+
+def test_what_lies_before_the_window_is_not_read(attending):
+    call = make(6, 4, 2, 32, 90)
+    expected = attending.tree_attention(**call, window=10)
+    for b, length in enumerate(call["seq_lens"].tolist()):
+        for name in ("k_cache", "v_cache"):
+            call[name][b, : max(length - 9, 0)] = math.nan
+    assert_close(attending.tree_attention(**call, window=10), expected, torch.float32)
+
+
+# ---- pages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["blocks", "pairs", "heads first"])
+@pytest.mark.parametrize("size", [1, 16, 24])
+def test_pages(attending, size, layout):
+    call = make(9, 4, 2, 32, 70)
+    expected = REFERENCE.tree_attention(**call)
+    pages = paged(call, size, layout)
+    assert_equal(REFERENCE.tree_attention(**pages), expected)
+    assert_close(attending.tree_attention(**pages), expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_pages_with_all_else(attending, dtype):
+    call = make(40, 4, 1, 64, 130, dtype=dtype)
+    options = dict(window=50, soft_cap=3.0, scale=0.3)
+    expected = REFERENCE.tree_attention(**call, **options)
+    pages = paged(call, 16, dtype=torch.int64)
+    assert_close(attending.tree_attention(**pages, **options), expected, dtype)
+    turned = pages["block_table"].t().contiguous().t()
+    found = attending.tree_attention(**{**pages, "block_table": turned}, **options)
+    assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("block", [-1, 21, 2**31 - 1, -(2**31)])
+def test_a_page_that_is_no_block(attending, block, window):
+    call = paged(make(9, 4, 2, 32, 70), 16)
+    assert call["k_cache"].shape[0] == 21
+    expected = attending.tree_attention(**call, window=window)
+    # Request 0 has 61 places before its tree and reads pages up to 4, of the last 20 places from 2.
+    good, call["block_table"][0, 2] = int(call["block_table"][0, 2]), block
+    found = attending.tree_attention(**call, window=window)
+    reference = REFERENCE.tree_attention(**call, window=window)
+    for a, b, c in zip(found, expected, reference, strict=True):
+        assert bool(a[0].isnan().all()) and bool(c[0].isnan().all())
+        assert torch.equal(a[1:], b[1:]) and not a[1:].isnan().any()
+    message = rf"block_table must name blocks in \[0, 21\), got {block} for page 2 of request 0"
+    with pytest.raises(ValueError, match=f"^tree_attention: {message}"):
+        specdec_ext.tree_attention(**call, window=window)
+    call["block_table"][0, 1:3] = torch.tensor([block, good])
+    wrong = attending.tree_attention(**call, window=window).out[0].isnan()
+    assert bool(wrong.all()) == (window == 0)
+
+
+def test_a_tree_outside_the_pages(attending):
+    call = paged(make(9, 4, 2, 32, 70), 16)
+    for length in (-1, 96 - 8, 2**40):
+        call["seq_lens"][1] = length
+        for result in (attending, REFERENCE):
+            assert bool(result.tree_attention(**call).out[1].isnan().all())
+        assert bool(specdec_ext.tree_attention(**call)[1].isnan().all())  # as without pages
+
+
+# ---- what may be passed --------------------------------------------------------------------------
 
 
 def test_any_strides(attending):
@@ -222,10 +358,12 @@ def test_memory_does_not_grow_with_the_mask():
                     largest = max(largest, t.untyped_storage().nbytes())
             return out
 
-    for options in ({}, dict(soft_cap=3.0)):
+    table = torch.arange(40_064 // 16)[None]
+    pages = {n: call[n].view(-1, 16, 1, 16) for n in ("k_cache", "v_cache")}
+    for options in ({}, dict(soft_cap=3.0), dict(window=30_000), dict(**pages, block_table=table)):
         with Watch():
-            attention.tree_attention(**call, **options)
-    scores = 64 * 2 * attention.CAPPED_KEYS * 4
+            attention.tree_attention(**{**call, **options})
+    scores = 64 * 2 * attention.BLOCK_KEYS * 4
     assert 0 < largest <= scores < 64 * 40_064
 
 

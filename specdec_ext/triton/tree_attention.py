@@ -39,12 +39,21 @@ WIDENS = tl.constexpr(INTERPRETED)
 
 
 class Vectors(NamedTuple):
-    """Vectors [B, places, heads, D] of unit stride on D."""
+    """Vectors [B, places, heads, D] of unit stride on D, or [blocks, block size, heads, D]."""
 
     data: Tensor
     stride_b: int
     stride_place: int
     stride_head: int
+
+
+class Pages(NamedTuple):
+    """The blocks [B, P] of the caches that hold the places of a request, and how many there are."""
+
+    table: Tensor | None
+    stride_b: int
+    stride_page: int
+    blocks: int
 
 
 class Tree(NamedTuple):
@@ -68,7 +77,10 @@ class Output(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What splits leave for the combination: [B, Hkv, splits, R, D] and [B, Hkv, splits, R]."""
+    """What splits leave for the combination: [B, Hkv, splits, R, D] and [B, Hkv, splits, R].
+
+    A sum of +inf marks a split that met a page which is no block of the cache.
+    """
 
     out: Tensor
     log2_sum: Tensor
@@ -92,6 +104,23 @@ def ancestor_word(tree, b, node, inside, word):
 
 
 @triton.jit
+def depth_of(tree, b, node, inside):
+    """Count the nodes' ancestors."""
+    depth = tl.full(node.shape, -1, tl.int32)
+    for word in range(0, tl.cdiv(tree.nodes, 64)):
+        bits = ancestor_word(tree, b, node, inside, word)
+        # Sums of neighbouring bits in fields of 2, 4, then 8.
+        bits = bits - ((bits >> 1) & 0x5555555555555555)
+        bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+        bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+        bits += bits >> 8
+        bits += bits >> 16
+        bits += bits >> 32
+        depth += (bits & 127).to(tl.int32)
+    return depth
+
+
+@triton.jit
 def product(a, b):
     """Multiply matrices of one dtype, in float32."""
     if WIDENS:
@@ -102,18 +131,33 @@ def product(a, b):
 
 @triton.jit
 def attend_keys(
-    state, q, keys, values, first, number, bits, scale, cap,
-    HAS_BITS: tl.constexpr, HAS_CAP: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    state, q, keys, values, pages, b, first, number, bits, at, lowest, scale, cap,
+    HAS_BITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of keys into the running softmax; scores are in units of log 2."""
-    largest, total, out = state
+    """Take a tile of keys into the running softmax; scores are in units of log 2.
+
+    `at` and `lowest` are positions: where keys are, and behind which place a row's window begins.
+    """
+    largest, total, out, wrong = state
     d = tl.arange(0, WIDTH)
     key = tl.arange(0, KEYS)
     is_key = key < number
     place = first + key
+    seen = is_key[None, :]
+    if PAGE > 0:
+        entry = pages.table + b * pages.stride_b + place // PAGE * pages.stride_page
+        block = tl.load(entry, mask=is_key, other=0).to(tl.int64)
+        fits = (block >= 0) & (block < pages.blocks)
+        wrong = wrong | (is_key & ~fits).to(tl.int32)
+        is_key = is_key & fits
+        k_place = block * keys.stride_b + place % PAGE * keys.stride_place
+        v_place = block * values.stride_b + place % PAGE * values.stride_place
+    else:
+        k_place = b * keys.stride_b + place * keys.stride_place
+        v_place = b * values.stride_b + place * values.stride_place
     k = tl.load(
-        keys.data + place[None, :] * keys.stride_place + d[:, None],
+        keys.data + k_place[None, :] + d[:, None],
         mask=is_key[None, :] & (d[:, None] < SIZE),
         other=0.0,
     )
@@ -123,9 +167,10 @@ def attend_keys(
         scores = cap * (2.0 * tl.sigmoid(scores * (2.0 * scale / cap)) - 1.0) * LOG2_E
     else:
         scores = scores * (scale * LOG2_E)
-    seen = is_key[None, :]
     if HAS_BITS:
         seen = seen & (((bits[:, None] >> key[None, :].to(tl.int64)) & 1) != 0)
+    if HAS_WINDOW:
+        seen = seen & (at[None, :] > lowest[:, None])
     scores = tl.where(seen, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     # A row that has seen nothing yet has -inf, which must not be subtracted from itself.
@@ -134,45 +179,44 @@ def attend_keys(
     shrink = tl.exp2(largest - base)
     total = total * shrink + tl.sum(weights, 1)
     v = tl.load(
-        values.data + place[:, None] * values.stride_place + d[None, :],
+        values.data + v_place[:, None] + d[None, :],
         mask=is_key[:, None] & (d[None, :] < SIZE),
         other=0.0,
     )
     out = out * shrink[:, None] + product(weights.to(v.dtype), v)
-    return new_largest, total, out
+    return new_largest, total, out, wrong
 
 
 @triton.jit
-def head_of(vectors, b, head):
-    """Give the vectors of one request and head."""
-    data = vectors.data + b * vectors.stride_b + head * vectors.stride_head
+def head_of(vectors, head):
+    """Give the vectors of one head."""
+    data = vectors.data + head * vectors.stride_head
     return Vectors(data, vectors.stride_b, vectors.stride_place, vectors.stride_head)
 
 
 @triton.jit
 def write(
-    out, tree, b, node, head, heads, largest, total, found, seen, seq_len, inside,
+    out, tree, b, node, head, heads, largest, total, found, seen, is_here, inside,
     SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write rows of the output; `found` is yet to be divided by the sum of weights."""
     largest = tl.where(seen != 0, largest + tl.log2(total), float("-inf"))
     found = tl.where((seen != 0)[:, None], found / tl.where(total > 0, total, 1.0)[:, None], 0.0)
-    is_here = seq_len >= 0
     row = (b * tree.nodes + node) * heads + head
     d = tl.arange(0, WIDTH)
     tl.store(out.lse + row, tl.where(is_here, largest * LN_2, float("nan")), mask=inside)
     tl.store(
         out.data + row[:, None] * SIZE + d[None, :],
-        tl.where(is_here, found, float("nan")).to(out.data.dtype.element_ty),
+        tl.where(is_here[:, None], found, float("nan")).to(out.data.dtype.element_ty),
         mask=inside[:, None] & (d[None, :] < SIZE),
     )
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "window"])
 def attend(
-    q, keys, values, tree, partial, out, heads, key_heads, splits, scale, cap,
-    HAS_CAP: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, keys, values, pages, tree, partial, out, heads, key_heads, splits, scale, cap, window,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Attend to a split of the keys. Grid: requests x key heads x blocks of rows x splits."""
     group = heads // key_heads
@@ -191,23 +235,32 @@ def attend(
     has_entry = inside[:, None] & (d[None, :] < SIZE)
     seq_len = seq_len_of(tree, b)
     length = tl.maximum(seq_len, 0)
+    start = tl.zeros_like(length)
+    lowest = tl.zeros([ROWS], tl.int32)
+    if HAS_WINDOW:
+        # What is before the root's window nobody sees.
+        start = tl.maximum(length - window + 1, 0)
+        lowest = depth_of(tree, b, node, inside) - window
 
     at = q.data + b * q.stride_b + node * q.stride_place + head * q.stride_head
     queries = tl.load(at[:, None] + d[None, :], mask=has_entry, other=0.0)
-    own_keys = head_of(keys, b, key_head)
-    own_values = head_of(values, b, key_head)
+    own_keys = head_of(keys, key_head)
+    own_values = head_of(values, key_head)
     state = (
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
         tl.zeros([ROWS, WIDTH], tl.float32),
+        tl.zeros([KEYS], tl.int32),
     )
+    key = tl.arange(0, KEYS)
     bits = tl.zeros([ROWS], tl.int64)
-    share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
-    end = tl.minimum((split + 1) * share, length)
-    for first in range(split * share, end, KEYS):
+    share = tl.cdiv(tl.cdiv(length - start, splits), KEYS) * KEYS
+    end = tl.minimum(start + (split + 1) * share, length)
+    for first in range(start + split * share, end, KEYS):
         state = attend_keys(
-            state, queries, own_keys, own_values, first, end - first, bits, scale, cap,
-            False, HAS_CAP, SIZE, KEYS, WIDTH,
+            state, queries, own_keys, own_values, pages, b, first, end - first, bits,
+            (first - length).to(tl.int32) + key, lowest, scale, cap,
+            False, HAS_WINDOW, HAS_CAP, PAGE, SIZE, KEYS, WIDTH,
         )  # fmt: skip
     seen = tl.zeros([ROWS], tl.int64)
     if (split == splits - 1) & (seq_len >= 0):
@@ -215,21 +268,29 @@ def attend(
             word = ancestor_word(tree, b, node, inside, below // 64)
             bits = word >> (below % 64)
             seen = seen | bits
+            depth = key
+            if HAS_WINDOW:
+                depth = depth_of(tree, b, below + key, below + key < tree.nodes)
             state = attend_keys(
-                state, queries, own_keys, own_values, seq_len + below, tree.nodes - below, bits,
-                scale, cap, True, HAS_CAP, SIZE, KEYS, WIDTH,
+                state, queries, own_keys, own_values, pages, b, seq_len + below,
+                tree.nodes - below, bits, depth, lowest, scale, cap,
+                True, HAS_WINDOW, HAS_CAP, PAGE, SIZE, KEYS, WIDTH,
             )  # fmt: skip
-    largest, total, found = state
+    largest, total, found, wrong = state
+    is_right = inside
+    if PAGE > 0:
+        is_right = inside & (tl.max(wrong, 0) == 0)
     if SPLIT:
         found = found / tl.where(total > 0, total, 1.0)[:, None]
         place = ((b * key_heads + key_head) * splits + split) * rows + row
         log2_sum = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
+        log2_sum = tl.where(is_right, log2_sum, float("inf"))
         tl.store(partial.log2_sum + place, log2_sum, mask=inside)
         tl.store(partial.out + place[:, None] * SIZE + d[None, :], found, mask=has_entry)
     else:
         write(
-            out, tree, b, node, head, heads, largest, total, found, seen, seq_len, inside,
-            SIZE, WIDTH,
+            out, tree, b, node, head, heads, largest, total, found, seen,
+            is_right & (seq_len >= 0), inside, SIZE, WIDTH,
         )  # fmt: skip
 
 
@@ -257,10 +318,12 @@ def combine(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, WIDTH], tl.float32)
+    is_here = inside & (seq_len_of(tree, b) >= 0)
     for split in range(0, splits):
         place = ((b * key_heads + key_head) * splits + split) * rows + row
         log2_sum = tl.load(partial.log2_sum + place, mask=inside, other=float("-inf"))
         part = tl.load(partial.out + place[:, None] * SIZE + d[None, :], mask=has_entry, other=0.0)
+        is_here = is_here & (log2_sum != float("inf"))
         new_largest = tl.maximum(largest, log2_sum)
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         shrink = tl.exp2(largest - base)
@@ -270,12 +333,18 @@ def combine(
         largest = new_largest
     write(
         out, tree, b, node, key_head * group + row % group, heads, largest, total, found, seen,
-        seq_len_of(tree, b), inside, SIZE, WIDTH,
+        is_here, inside, SIZE, WIDTH,
     )  # fmt: skip
 
 
 def _vectors(tensor: Tensor) -> Vectors:
     return Vectors(tensor, *tensor.stride()[:3])
+
+
+def _pages(table: Tensor | None, cache: Tensor) -> Pages:
+    if table is None:
+        return Pages(None, 0, 0, 0)
+    return Pages(table, table.stride(0), table.stride(1), cache.shape[0])
 
 
 def _number_of_splits(programs: int, places: int) -> int:
@@ -286,9 +355,12 @@ def _number_of_splits(programs: int, places: int) -> int:
 
 def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> None:
     """Fill the outputs of `specdec_ext.tree_attention`."""
-    q, lens, ancestors = call.q, call.seq_lens, call.ancestors
+    q, lens, ancestors, table = call.q, call.seq_lens, call.ancestors, call.block_table
     batch, nodes, heads, size = q.shape
     places, key_heads = call.k_cache.shape[1:3]
+    page = 0 if table is None else places
+    places *= 1 if table is None else table.shape[1]
+    window = call.window if call.window < places else 0
     width = max(triton.next_power_of_2(size), 16)
     # Tiles as large as the registers and the shared memory of all targets bear.
     bytes_of_row = width * q.element_size()
@@ -297,7 +369,7 @@ def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> Non
     rows = nodes * heads // key_heads
     block = min(max(triton.next_power_of_2(rows), 16), largest)
     programs = batch * key_heads * triton.cdiv(rows, block)
-    splits = _number_of_splits(programs, places)
+    splits = _number_of_splits(programs, min(places, window) if window > 0 else places)
     strides: tuple[int, int, int] = ancestors.stride()
     tree = Tree(ancestors, *strides, lens, lens.stride(0), nodes, places)
     out, partial = Output(*outputs), None
@@ -308,14 +380,16 @@ def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> Non
             q.new_empty(shape, dtype=torch.float32),
         )
     sizes = dict(SIZE=size, WIDTH=width)
+    caches = (_vectors(call.k_cache), _vectors(call.v_cache), _pages(table, call.k_cache))
     launch(
         attend,
         programs * splits,
-        *(_vectors(q), _vectors(call.k_cache), _vectors(call.v_cache), tree, partial, out),
-        *(heads, key_heads, splits),
-        *(float(size**-0.5 if call.scale is None else call.scale), float(call.soft_cap)),
+        *(_vectors(q), *caches, tree, partial, out, heads, key_heads, splits),
+        *(float(size**-0.5 if call.scale is None else call.scale), float(call.soft_cap), window),
+        HAS_WINDOW=window > 0,
         HAS_CAP=call.soft_cap > 0,
         SPLIT=splits > 1,
+        PAGE=page,
         ROWS=block,
         KEYS=keys,
         **sizes,
