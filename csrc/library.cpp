@@ -77,8 +77,8 @@ constexpr char compact_kv[] =
 // Attention of a tree's nodes to a cached prefix and to their ancestors, and its log-sum-exp.
 constexpr char tree_attention[] =
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors, Tensor seq_lens, *, "
-    "Tensor? block_table=None, float? scale=None, float soft_cap=0.0, int window=0"
-    ") -> (Tensor out, Tensor lse)";
+    "Tensor? block_table=None, Tensor? k_scale=None, Tensor? v_scale=None, float? scale=None, "
+    "float soft_cap=0.0, int window=0) -> (Tensor out, Tensor lse)";
 
 }  // namespace schemas
 

@@ -30,7 +30,8 @@ BLOCK_KEYS = 1024
 class _Options(NamedTuple):
     """What holds for all requests of a call."""
 
-    scale: float
+    scale: float | Tensor  # of scores; a tensor [Hkv, 1, 1] where heads have factors of their own
+    v_scale: float | Tensor
     cap: float  # 0: none
     window: int  # 0: none
 
@@ -78,7 +79,8 @@ def _read(cache: Tensor, table: Tensor | None, begin: int, end: int) -> Tensor:
         return cache[:, begin:end].transpose(1, 2)
     size = cache.shape[1]
     first = begin // size
-    pages = cache[table[:, first : -(-end // size)].long()].flatten(1, 2)
+    read = table[:, first : -(-end // size)]
+    pages = cache.index_select(0, read.flatten()).view(*read.shape, *cache.shape[1:]).flatten(1, 2)
     return pages[:, begin - first * size : end - first * size].transpose(1, 2)
 
 
@@ -94,7 +96,12 @@ def _attend_whole(
 
 
 def _attend_by_scores(
-    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float | Tensor,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     """Give the same where torch's flash attention cannot: the scores exist, in float32."""
     scores = rows.float() @ keys.float().transpose(2, 3)
@@ -114,18 +121,23 @@ def _attend(
     rows: Tensor, held: _Keys, begin: int, end: int, mask: Tensor | None, options: _Options
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield attention to blocks of the places [begin, end)."""
-    whole = options.cap == 0
-    step = max(end - begin, 1) if whole and held.block_table is None else BLOCK_KEYS
+    same = held.k_cache.shape[3] == held.v_cache.shape[3]
+    scale = options.scale
+    whole = options.cap == 0 and same and not isinstance(scale, Tensor)
+    copied = held.block_table is not None or held.k_cache.dtype != rows.dtype
+    step = max(end - begin, 1) if whole and not copied else BLOCK_KEYS
     for first in range(begin, end, step):
         last = min(first + step, end)
         keys, values = (
-            _read(cache, held.block_table, first, last) for cache in (held.k_cache, held.v_cache)
+            _read(cache, held.block_table, first, last).to(rows.dtype)
+            for cache in (held.k_cache, held.v_cache)
         )
         bias = None if mask is None else mask[..., first - begin : last - begin]
         if whole:
-            yield _attend_whole(rows, keys, values, bias, options.scale)
+            assert not isinstance(scale, Tensor)
+            yield _attend_whole(rows, keys, values, bias, scale)
         else:
-            yield _attend_by_scores(rows, keys, values, bias, options.scale, options.cap)
+            yield _attend_by_scores(rows, keys, values, bias, scale, options.cap)
 
 
 def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,11 +262,20 @@ def _fill(
     assert found is not None
     by_node = (batch, groups, -1, nodes)
     packed = (batch, nodes, groups, heads // groups)
-    out.view(*packed, -1).copy_(found[0].view(*by_node, out.shape[3]).permute(0, 3, 1, 2, 4))
+    out.view(*packed, -1).copy_(
+        (found[0] * options.v_scale).view(*by_node, out.shape[3]).permute(0, 3, 1, 2, 4)
+    )
     lse.view(packed).copy_(found[1].view(by_node).permute(0, 3, 1, 2))
     padding = ~visible.any(2)
     if bool(padding.any()):
         out[padding], lse[padding] = 0.0, -math.inf
+
+
+def _factor(scale: Tensor | None) -> float | Tensor:
+    """Give the factor of the cache's heads, one for all or ``[Hkv, 1, 1]``."""
+    if scale is None:
+        return 1.0
+    return float(scale) if scale.numel() == 1 else scale[:, None, None]
 
 
 @torch.no_grad()
@@ -266,6 +287,8 @@ def tree_attention(
     seq_lens: Tensor,
     *,
     block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
     window: int = 0,
@@ -273,11 +296,13 @@ def tree_attention(
     """Compute `specdec_ext.tree_attention` for CPU tensors."""
     outputs: tuple[Tensor, Tensor] = torch.ops.specdec._prepare_tree_attention(
         *(q, k_cache, v_cache, ancestors, seq_lens),
-        **dict(block_table=block_table, scale=scale, soft_cap=soft_cap, window=window),
+        **dict(block_table=block_table, k_scale=k_scale, v_scale=v_scale),
+        **dict(scale=scale, soft_cap=soft_cap, window=window),
     )
     out, lse = outputs
     nodes, size = q.shape[1], q.shape[3]
-    options = _Options(size**-0.5 if scale is None else scale, soft_cap, window)
+    factor = (size**-0.5 if scale is None else scale) * _factor(k_scale)
+    options = _Options(factor, _factor(v_scale), soft_cap, window)
     visible = _visible(ancestors)
     places, lens = k_cache.shape[1], seq_lens.long()
     if block_table is not None:

@@ -270,7 +270,7 @@ class TreeMaskResult(NamedTuple):
 class TreeAttentionResult(NamedTuple):
     """What attention over some keys leaves: enough to merge it with attention over others."""
 
-    #: [B, N, H, D] of q's dtype; 0 where nothing is seen.
+    #: [B, N, H, Dv] of q's dtype; 0 where nothing is seen.
     out: Tensor
     #: [B, N, H] float32, nats: log of the sum of exp(score); -inf where nothing is seen.
     lse: Tensor

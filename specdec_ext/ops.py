@@ -1069,6 +1069,17 @@ def compact_kv(
     return status
 
 
+def _head_factor(name: str, factor: Any, q: Tensor) -> Tensor | None:
+    """Make a factor of a cache a tensor."""
+    if factor is None or isinstance(factor, Tensor):
+        return factor
+    if not _is_number(factor):
+        raise TypeError(
+            f"tree_attention: {name} must be a Tensor, a number or None, got {_kind(factor)}"
+        )
+    return torch.full((1,), float(factor), dtype=torch.float32, device=q.device)
+
+
 @overload
 def tree_attention(
     q: Tensor,
@@ -1078,6 +1089,8 @@ def tree_attention(
     seq_lens: Tensor,
     *,
     block_table: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
     window: int = 0,
@@ -1095,6 +1108,8 @@ def tree_attention(
     seq_lens: Tensor,
     *,
     block_table: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
     window: int = 0,
@@ -1111,6 +1126,8 @@ def tree_attention(
     seq_lens: Tensor,
     *,
     block_table: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
     window: int = 0,
@@ -1125,12 +1142,14 @@ def tree_attention(
     Parameters
     ----------
     q : Tensor
-        ``[B, N, H, D]`` float32, bfloat16 or float16, D <= 256, unit stride on D.
+        ``[B, N, H, D]`` float32, bfloat16 or float16, D <= 576, unit stride on D.
     k_cache, v_cache : Tensor
-        ``[B, L, Hkv, D]`` of q's dtype, unit stride on D; H is a multiple of Hkv, and query head h
-        attends with head ``h // (H / Hkv)``. Prefixes lie at places [0, seq_lens[b]), the tree's
-        own keys and values at ``seq_lens[b] .. seq_lens[b] + N - 1``. With a `block_table`
-        ``[num_blocks, block_size, Hkv, D]``, the pages of an engine's cache in any strides.
+        ``[B, L, Hkv, D]`` and ``[B, L, Hkv, Dv]``, Dv <= 512, of q's dtype, float8_e4m3fn or
+        float8_e5m2, unit stride on D; H is a multiple of Hkv, and query head h attends with head
+        ``h // (H / Hkv)``. Prefixes lie at places [0, seq_lens[b]), the tree's own keys and values
+        at ``seq_lens[b] .. seq_lens[b] + N - 1``. With a `block_table` ``[num_blocks, block_size,
+        Hkv, D]``, the pages of an engine's cache in any strides. Latent attention (MLA) has one key
+        head, and ``v_cache = k_cache[..., :512]``, a view, which is then read once.
     ancestors : Tensor
         ``[B, N, ceil(N/64)]`` int64, from `tree_mask`.
     seq_lens : Tensor
@@ -1139,6 +1158,9 @@ def tree_attention(
         ``[B, P]`` int32 or int64: place l of request b is entry ``l % block_size`` of block
         ``block_table[b, l // block_size]``, and L = P * block_size. Only entries of places that are
         attended to are read.
+    k_scale, v_scale : Tensor or number, optional
+        ``[Hkv]``, ``[1]`` or ``[]`` float32: what stands in the caches is to be multiplied by it,
+        head by head or as a whole; default 1.
     scale : float, optional
         Of the scores, default ``D ** -0.5``.
     soft_cap : float
@@ -1157,7 +1179,7 @@ def tree_attention(
     Returns
     -------
     Tensor or TreeAttentionResult
-        ``[B, N, H, D]`` of q's dtype. 0 at padding nodes, NaN in a request with seq_lens outside
+        ``[B, N, H, Dv]`` of q's dtype. 0 at padding nodes, NaN in a request with seq_lens outside
         [0, L - N] or a page that is read outside [0, num_blocks), which is not followed. With
         `return_lse` a pair: ``out``, and ``lse`` [B, N, H] float32 in nats, -inf at padding nodes,
         NaN where `out` is. The operator ``torch.ops.specdec.tree_attention``
@@ -1176,7 +1198,7 @@ def tree_attention(
     Dao et al., "Flash-Decoding for long-context inference", 2023 (the split over the prefix). Kwon
     et al., "Efficient memory management for large language model serving with PagedAttention",
     arXiv 2309.06180, section 4.1 (block tables). Beltagy et al., "Longformer", arXiv 2004.05150,
-    section 3.1 (windows).
+    section 3.1 (windows). DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.1 (MLA).
 
     Examples
     --------
@@ -1200,10 +1222,13 @@ def tree_attention(
     True
     """
     _check_type("tree_attention", "return_lse", return_lse, "bool")
+    _check_type("tree_attention", "q", q, "Tensor")
+    factors = dict(k_scale=k_scale, v_scale=v_scale)
     arguments = {
         **dict(q=q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors),
-        **dict(seq_lens=seq_lens, block_table=block_table, scale=scale),
-        **dict(soft_cap=soft_cap, window=window),
+        **dict(seq_lens=seq_lens, block_table=block_table),
+        **{name: _head_factor(name, factor, q) for name, factor in factors.items()},
+        **dict(scale=scale, soft_cap=soft_cap, window=window),
     }
     found = TreeAttentionResult(*_call("tree_attention", backend, seq_lens, arguments))
     if block_table is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():

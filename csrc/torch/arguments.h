@@ -136,6 +136,7 @@ CompactKvCall check_compact_kv(const Tensor& k_cache, const Tensor& v_cache, con
 TreeAttentionCall check_tree_attention(const Tensor& q, const Tensor& k_cache,
                                        const Tensor& v_cache, const Tensor& ancestors,
                                        const Tensor& seq_lens, const OptionalTensor& block_table,
+                                       const OptionalTensor& k_scale, const OptionalTensor& v_scale,
                                        const std::optional<double>& scale, double soft_cap,
                                        int64_t window);
 

@@ -222,10 +222,13 @@ def sample_calls(**kwargs):
     yield "tree_attention", (q, keys, keys, ancestors, some), {"scale": 0.5, "soft_cap": 3.0}
     table = torch.arange(batch, dtype=torch.int32)[:, None]
     yield "tree_attention", (q, keys, keys, ancestors, some), {"block_table": table, "window": 2}
+    small = keys.to(torch.float8_e5m2)
+    factors = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([0.5, 2.0])}
+    yield "tree_attention", (q, small, small[..., :6], ancestors, some), factors
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("case", range(23))
+@pytest.mark.parametrize("case", range(24))
 def test_opcheck(case, requires_grad):
     name, args, kwargs = list(sample_calls(requires_grad=requires_grad))[case]
     operator = getattr(torch.ops.specdec, name).default

@@ -269,6 +269,88 @@ def test_a_tree_outside_the_pages(attending):
         assert bool(specdec_ext.tree_attention(**call)[1].isnan().all())  # as without pages
 
 
+# ---- sizes, and caches of 8 bits ----------------------------------------------------------------
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def make_latent(dtype, heads=16, places=50):
+    """A call of latent attention: one key head of 576, whose first 512 are the values."""
+    call = make(5, heads, 1, 576, places, dtype=dtype)
+    return {**call, "v_cache": call["k_cache"][..., :512]}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_latent_attention(attending, dtype):
+    call = make_latent(dtype)
+    expected = REFERENCE.tree_attention(**call)
+    apart = {**call, "v_cache": call["v_cache"].clone()}
+    assert_close(expected, dense(**call), dtype)
+    for given in (call, apart, paged(apart, 16)):
+        found = attending.tree_attention(**given)
+        assert found.out.shape == (3, 5, 16, 512)
+        assert_close(found, expected, dtype)
+    pages = paged(call, 16)
+    pages["v_cache"] = pages["k_cache"][..., :512]
+    options = dict(window=20, soft_cap=5.0)
+    expected = REFERENCE.tree_attention(**call, **options)
+    assert_close(attending.tree_attention(**pages, **options), expected, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (80, 16), (24, 40), (16, 512), (576, 1)], ids=str)
+def test_keys_and_values_of_other_sizes(attending, sizes):
+    call = make(6, 4, 2, sizes[0], 60)
+    call["v_cache"] = make(6, 4, 2, sizes[1], 60)["v_cache"]
+    expected = dense(**call)
+    assert_close(REFERENCE.tree_attention(**call), expected, torch.float32)
+    assert_close(attending.tree_attention(**call), expected, torch.float32)
+
+
+@pytest.mark.parametrize("cached", FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_caches_of_8_bits(attending, dtype, cached):
+    call = make(9, 4, 2, 32, 70, dtype=dtype)
+    scales = dict(k_scale=torch.tensor(0.7), v_scale=torch.tensor([2.5]))
+    for name in ("k_cache", "v_cache"):
+        call[name] = call[name].to(cached)
+    wide = {n: call[n].double() * float(scales[f"{n[0]}_scale"]) for n in ("k_cache", "v_cache")}
+    expected = dense(**{**call, **wide})
+    assert_close(REFERENCE.tree_attention(**call, **scales), expected, dtype)
+    assert_close(attending.tree_attention(**call, **scales), expected, dtype)
+    own = dict(k_scale=torch.tensor([0.7, 0.2]), v_scale=torch.tensor([2.5, -1.0]), soft_cap=9.0)
+    expected = REFERENCE.tree_attention(**call, **own)
+    assert_close(attending.tree_attention(**paged(call, 16), **own), expected, dtype)
+
+
+@pytest.mark.parametrize("cached", FLOAT8, ids=str)
+def test_every_number_of_8_bits(attending, cached):
+    # One place each: the output is the number that stands there.
+    numbers = torch.arange(256, dtype=torch.uint8).view(cached)
+    values = numbers.view(16, 2, 1, 8).clone()
+    q, keys = torch.ones(16, 1, 1, 1), torch.zeros(16, 2, 1, 1).to(cached)
+    bits, lens = torch.ones(16, 1, 1, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
+    for place in (0, 1):
+        found = attending.tree_attention(
+            q, keys[:, place:], values[:, place:], bits, lens, v_scale=torch.tensor(0.5)
+        )
+        expected = values[:, place].double().flatten() * 0.5
+        torch.testing.assert_close(
+            found.out.double().flatten(), expected, rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_scales_are_numbers_too(attending):
+    call = make(5, 4, 2, 16, 30)
+    expected = REFERENCE.tree_attention(**call, scale=0.25 * 0.3)
+    tensors = dict(k_scale=torch.tensor([0.3]), v_scale=torch.tensor([2.0]))
+    found = attending.tree_attention(**call, **tensors)
+    assert_close(found, expected._replace(out=expected.out * 2), torch.float32)
+    numbers = dict(k_scale=0.3, v_scale=2)
+    assert torch.equal(
+        specdec_ext.tree_attention(**call, **numbers), specdec_ext.tree_attention(**call, **tensors)
+    )
+
+
 # ---- what may be passed --------------------------------------------------------------------------
 
 

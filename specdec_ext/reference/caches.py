@@ -101,6 +101,8 @@ def tree_attention(
     seq_lens: Tensor,
     *,
     block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
     window: int = 0,
@@ -108,7 +110,7 @@ def tree_attention(
     """Softmax over the prefix and the ancestors; see `specdec_ext.tree_attention`."""
     nodes, heads, size = q.shape[1:]
     node = torch.arange(nodes, device=q.device)
-    out = torch.full(q.shape, NAN, dtype=q.dtype, device=q.device)
+    out = torch.full((*q.shape[:3], v_cache.shape[3]), NAN, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], NAN, dtype=torch.float32, device=q.device)
     places = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     for b, start in enumerate(seq_lens.tolist()):
@@ -118,8 +120,11 @@ def tree_attention(
         first = max(0, start - window + 1) if window > 0 else 0
         try:
             keys, values = (
-                _cached(held, b, block_table, first, start + nodes).repeat_interleave(group, dim=1)
-                for held in (k_cache, v_cache)
+                (
+                    _cached(held, b, block_table, first, start + nodes)
+                    * (1.0 if factor is None else factor.double()[..., None])
+                ).repeat_interleave(group, dim=1)
+                for held, factor in ((k_cache, k_scale), (v_cache, v_scale))
             )
         except IndexError:
             continue

@@ -13,6 +13,7 @@ rounded to the values' dtype; float32 products are exact products, not TF32.
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 #: Programs that a call aims at: a few for each multiprocessor of a large GPU.
 PROGRAMS = 512
+
+#: Entries of the output that a program sums, in float32: half of a multiprocessor's registers.
+LARGEST_SUMS = 32768
 
 #: A split is not worth its combination for fewer keys.
 LEAST_KEYS = 512
@@ -96,7 +100,7 @@ def seq_len_of(tree, b):
 @triton.jit
 def ancestor_word(tree, b, node, inside, word):
     """Load a word of the nodes' bits; bits of nodes that there are none of are 0."""
-    row = tree.ancestors + b * tree.stride_b + node * tree.stride_n
+    row = tree.ancestors + b * tree.stride_b + node.to(tl.int64) * tree.stride_n
     bits = tl.load(row + word * tree.stride_word, mask=inside, other=0)
     left = tree.nodes - word * 64
     known = tl.where(left >= 64, -1, (tl.full([], 1, tl.int64) << tl.minimum(left, 63)) - 1)
@@ -130,17 +134,46 @@ def product(a, b):
 
 
 @triton.jit
+def as_float(x, like, FLOAT8: tl.constexpr):
+    """Give numbers in the type of `like`: those of 8 bits, with so many for the exponent, or as is.
+
+    They come as bytes, and are made of float16's bits: not all hardware knows their types.
+    """
+    if FLOAT8 == 0:
+        return x
+    bits = x.to(tl.uint16)
+    if FLOAT8 == 5:
+        half = (bits << 8).to(tl.float16, bitcast=True)
+    else:
+        # The exponent counts from -7 instead of -15; all ones are NaN.
+        half = ((bits & 128) << 8 | (bits & 127) << 7).to(tl.float16, bitcast=True) * 256.0
+        half = tl.where((bits & 127) == 127, float("nan"), half).to(tl.float16)
+    return half.to(like.dtype)
+
+
+@triton.jit
+def load_keys(keys, place, is_key, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the entries [FROM, SIZE) of keys, [WIDTH, keys], 0 behind them."""
+    d = FROM + tl.arange(0, WIDTH)
+    mask = is_key[None, :]
+    if FROM + WIDTH > SIZE:
+        mask = mask & (d[:, None] < SIZE)
+    return tl.load(keys.data + place[None, :] + d[:, None], mask=mask, other=0)
+
+
+@triton.jit
 def attend_keys(
     state, q, keys, values, pages, b, first, number, bits, at, lowest, scale, cap,
     HAS_BITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, SIZE: tl.constexpr, BODY: tl.constexpr, REST: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Take a tile of keys into the running softmax; scores are in units of log 2.
 
     `at` and `lowest` are positions: where keys are, and behind which place a row's window begins.
     """
     largest, total, out, wrong = state
-    d = tl.arange(0, WIDTH)
+    q_body, q_rest = q
     key = tl.arange(0, KEYS)
     is_key = key < number
     place = first + key
@@ -156,12 +189,11 @@ def attend_keys(
     else:
         k_place = b * keys.stride_b + place * keys.stride_place
         v_place = b * values.stride_b + place * values.stride_place
-    k = tl.load(
-        keys.data + k_place[None, :] + d[:, None],
-        mask=is_key[None, :] & (d[:, None] < SIZE),
-        other=0.0,
-    )
-    scores = product(q, k)
+    k = as_float(load_keys(keys, k_place, is_key, 0, SIZE, BODY), q_body, FLOAT8)
+    scores = product(q_body, k)
+    if REST > 0:
+        k_rest = load_keys(keys, k_place, is_key, BODY, SIZE, REST)
+        scores += product(q_rest, as_float(k_rest, q_rest, FLOAT8))
     if HAS_CAP:
         # tanh(x) = 2 sigmoid(2 x) - 1
         scores = cap * (2.0 * tl.sigmoid(scores * (2.0 * scale / cap)) - 1.0) * LOG2_E
@@ -178,11 +210,16 @@ def attend_keys(
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(largest - base)
     total = total * shrink + tl.sum(weights, 1)
-    v = tl.load(
-        values.data + v_place[:, None] + d[None, :],
-        mask=is_key[:, None] & (d[None, :] < SIZE),
-        other=0.0,
-    )
+    if LATENT:
+        v = tl.trans(k)
+    else:
+        d = tl.arange(0, WIDTH)
+        v = tl.load(
+            values.data + v_place[:, None] + d[None, :],
+            mask=is_key[:, None] & (d[None, :] < VALUE_SIZE),
+            other=0,
+        )
+        v = as_float(v, q_body, FLOAT8)
     out = out * shrink[:, None] + product(weights.to(v.dtype), v)
     return new_largest, total, out, wrong
 
@@ -202,7 +239,7 @@ def write(
     """Write rows of the output; `found` is yet to be divided by the sum of weights."""
     largest = tl.where(seen != 0, largest + tl.log2(total), float("-inf"))
     found = tl.where((seen != 0)[:, None], found / tl.where(total > 0, total, 1.0)[:, None], 0.0)
-    row = (b * tree.nodes + node) * heads + head
+    row = b * tree.nodes * heads + node * heads + head
     d = tl.arange(0, WIDTH)
     tl.store(out.lse + row, tl.where(is_here, largest * LN_2, float("nan")), mask=inside)
     tl.store(
@@ -212,11 +249,21 @@ def write(
     )
 
 
+@triton.jit
+def load_queries(at, inside, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the entries [FROM, SIZE) of queries, [rows, WIDTH], 0 behind them."""
+    d = FROM + tl.arange(0, WIDTH)
+    return tl.load(at[:, None] + d[None, :], mask=inside[:, None] & (d[None, :] < SIZE), other=0)
+
+
 @triton.jit(do_not_specialize=["splits", "window"])
 def attend(
     q, keys, values, pages, tree, partial, out, heads, key_heads, splits, scale, cap, window,
+    k_scale, k_scale_stride, v_scale, v_scale_stride,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, BODY: tl.constexpr,
+    REST: tl.constexpr, VALUE_SIZE: tl.constexpr, WIDTH: tl.constexpr, LATENT: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Attend to a split of the keys. Grid: requests x key heads x blocks of rows x splits."""
     group = heads // key_heads
@@ -224,15 +271,13 @@ def attend(
     blocks = tl.cdiv(rows, ROWS)
     program = tl.program_id(0).to(tl.int64)
     split = program % splits
-    block = program // splits % blocks
+    block = (program // splits % blocks).to(tl.int32)
     key_head = program // splits // blocks % key_heads
     b = program // splits // blocks // key_heads
     row = block * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     node = row // group
-    head = key_head * group + row % group
-    d = tl.arange(0, WIDTH)
-    has_entry = inside[:, None] & (d[None, :] < SIZE)
+    head = key_head.to(tl.int32) * group + row % group
     seq_len = seq_len_of(tree, b)
     length = tl.maximum(seq_len, 0)
     start = tl.zeros_like(length)
@@ -242,8 +287,15 @@ def attend(
         start = tl.maximum(length - window + 1, 0)
         lowest = depth_of(tree, b, node, inside) - window
 
-    at = q.data + b * q.stride_b + node * q.stride_place + head * q.stride_head
-    queries = tl.load(at[:, None] + d[None, :], mask=has_entry, other=0.0)
+    at = q.data + b * q.stride_b
+    at += node.to(tl.int64) * q.stride_place + head.to(tl.int64) * q.stride_head
+    q_body = load_queries(at, inside, 0, SIZE, BODY)
+    q_rest = q_body
+    if REST > 0:
+        q_rest = load_queries(at, inside, BODY, SIZE, REST)
+    queries = (q_body, q_rest)
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + key_head * k_scale_stride)
     own_keys = head_of(keys, key_head)
     own_values = head_of(values, key_head)
     state = (
@@ -260,37 +312,43 @@ def attend(
         state = attend_keys(
             state, queries, own_keys, own_values, pages, b, first, end - first, bits,
             (first - length).to(tl.int32) + key, lowest, scale, cap,
-            False, HAS_WINDOW, HAS_CAP, PAGE, SIZE, KEYS, WIDTH,
+            False, HAS_WINDOW, HAS_CAP, PAGE, KEYS, SIZE, BODY, REST, VALUE_SIZE, WIDTH, LATENT,
+            FLOAT8,
         )  # fmt: skip
-    seen = tl.zeros([ROWS], tl.int64)
+    seen = tl.zeros([ROWS], tl.int32)
     if (split == splits - 1) & (seq_len >= 0):
         for below in range(0, tree.nodes, KEYS):
             word = ancestor_word(tree, b, node, inside, below // 64)
             bits = word >> (below % 64)
-            seen = seen | bits
+            seen = seen | (bits != 0).to(tl.int32)
             depth = key
             if HAS_WINDOW:
                 depth = depth_of(tree, b, below + key, below + key < tree.nodes)
             state = attend_keys(
                 state, queries, own_keys, own_values, pages, b, seq_len + below,
                 tree.nodes - below, bits, depth, lowest, scale, cap,
-                True, HAS_WINDOW, HAS_CAP, PAGE, SIZE, KEYS, WIDTH,
+                True, HAS_WINDOW, HAS_CAP, PAGE, KEYS, SIZE, BODY, REST, VALUE_SIZE, WIDTH, LATENT,
+                FLOAT8,
             )  # fmt: skip
     largest, total, found, wrong = state
     is_right = inside
     if PAGE > 0:
         is_right = inside & (tl.max(wrong, 0) == 0)
+    if v_scale is not None:
+        found = found * tl.load(v_scale + key_head * v_scale_stride)
     if SPLIT:
         found = found / tl.where(total > 0, total, 1.0)[:, None]
         place = ((b * key_heads + key_head) * splits + split) * rows + row
         log2_sum = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
         log2_sum = tl.where(is_right, log2_sum, float("inf"))
         tl.store(partial.log2_sum + place, log2_sum, mask=inside)
-        tl.store(partial.out + place[:, None] * SIZE + d[None, :], found, mask=has_entry)
+        d = tl.arange(0, WIDTH)
+        has_entry = inside[:, None] & (d[None, :] < VALUE_SIZE)
+        tl.store(partial.out + place[:, None] * VALUE_SIZE + d[None, :], found, mask=has_entry)
     else:
         write(
             out, tree, b, node, head, heads, largest, total, found, seen,
-            is_right & (seq_len >= 0), inside, SIZE, WIDTH,
+            is_right & (seq_len >= 0), inside, VALUE_SIZE, WIDTH,
         )  # fmt: skip
 
 
@@ -306,14 +364,14 @@ def combine(
     program = tl.program_id(0).to(tl.int64)
     key_head = program // blocks % key_heads
     b = program // blocks // key_heads
-    row = program % blocks * ROWS + tl.arange(0, ROWS)
+    row = (program % blocks).to(tl.int32) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     node = row // group
     d = tl.arange(0, WIDTH)
     has_entry = inside[:, None] & (d[None, :] < SIZE)
-    seen = tl.zeros([ROWS], tl.int64)
+    seen = tl.zeros([ROWS], tl.int32)
     for word in range(0, words):
-        seen = seen | ancestor_word(tree, b, node, inside, word)
+        seen = seen | (ancestor_word(tree, b, node, inside, word) != 0).to(tl.int32)
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -331,9 +389,9 @@ def combine(
         total = total * shrink + weight
         found = found * shrink[:, None] + part * weight[:, None]
         largest = new_largest
+    head = key_head.to(tl.int32) * group + row % group
     write(
-        out, tree, b, node, key_head * group + row % group, heads, largest, total, found, seen,
-        is_here, inside, SIZE, WIDTH,
+        out, tree, b, node, head, heads, largest, total, found, seen, is_here, inside, SIZE, WIDTH,
     )  # fmt: skip
 
 
@@ -353,22 +411,100 @@ def _number_of_splits(programs: int, places: int) -> int:
     return max(1, min(wanted, places // LEAST_KEYS))
 
 
+def _halves(size: int) -> tuple[int, int]:
+    """Cut vectors into two powers of two where that is shorter than one: 576 is 512 and 64."""
+    whole = max(triton.next_power_of_2(size), 16)
+    body = whole // 2
+    rest = max(triton.next_power_of_2(size - body), 16)
+    return (body, rest) if body >= 16 and body + rest < whole else (whole, 0)
+
+
+def _are_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether values are the beginnings of the keys: those of latent attention (MLA)."""
+    size = v_cache.shape[3]
+    return (
+        k_cache.data_ptr() == v_cache.data_ptr()
+        and k_cache.stride() == v_cache.stride()
+        and max(triton.next_power_of_2(size), 16) == _halves(k_cache.shape[3])[0]
+    )
+
+
+class Tile(NamedTuple):
+    """How a program is cut."""
+
+    rows: int
+    keys: int
+    warps: int
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Give the bytes of shared memory that a program can have."""
+    if INTERPRETED:
+        return 227 * 1024
+    index = device.index if device.index is not None else 0
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def _bytes_of_tile(tile: Tile, size: int, width: int, entry: int, cached: int) -> int:
+    """Bound the shared memory of a program: its queries, and two stages of keys and values.
+
+    Caches of 8 bits are there once more as the queries' type.
+    """
+    staged = 2 * cached + (entry if cached < entry else 0)
+    return tile.rows * size * entry + tile.keys * (size + width) * staged
+
+
+def _tile(rows: int, size: int, width: int, entry: int, cached: int, available: int) -> Tile:
+    """Choose the largest tile that the registers and the shared memory bear.
+
+    `size` and `width` are those of queries and values, `entry` and `cached` bytes of their entries
+    and of those in the cache.
+    """
+    largest = min(LARGEST_SUMS // width, 256)
+    keys = 64 if size * entry <= 256 else 32
+    if entry == 4:  # no tensor cores: products take registers, too
+        keys, largest = (64, 64) if size <= 64 else (32, 64) if size <= 128 else (16, 32)
+    tile = Tile(min(max(triton.next_power_of_2(rows), 16), max(largest, 16)), keys, 4)
+    while tile.keys > 16 and _bytes_of_tile(tile, size, width, entry, cached) > available:
+        tile = tile._replace(keys=tile.keys // 2)
+    while tile.rows > 16 and _bytes_of_tile(tile, size, width, entry, cached) > available:
+        tile = tile._replace(rows=tile.rows // 2)
+    sums = tile.rows * width
+    if entry == 4:
+        return tile._replace(warps=8 if sums > 64 * 64 else 4)
+    if sums > LARGEST_SUMS // 2:
+        return tile._replace(warps=16, keys=min(tile.keys, 32))
+    return tile._replace(warps=8 if sums > 64 * 64 else 4)
+
+
+def _bytes_of(cache: Tensor) -> tuple[Tensor, int]:
+    """Give a cache as kernels read it, and the exponent's bits of 8-bit floats, 0 of others."""
+    bits = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}.get(cache.dtype, 0)
+    return (cache.view(torch.uint8) if bits else cache), bits
+
+
+def _factor(scale: Tensor | None) -> tuple[Tensor | None, int]:
+    """Give factors of the heads, and the stride from one to the next: 0 where they share one."""
+    return scale, scale.stride(0) if scale is not None and scale.numel() > 1 else 0
+
+
 def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> None:
     """Fill the outputs of `specdec_ext.tree_attention`."""
     q, lens, ancestors, table = call.q, call.seq_lens, call.ancestors, call.block_table
     batch, nodes, heads, size = q.shape
-    places, key_heads = call.k_cache.shape[1:3]
+    places, key_heads, value_size = call.v_cache.shape[1:]
     page = 0 if table is None else places
     places *= 1 if table is None else table.shape[1]
     window = call.window if call.window < places else 0
-    width = max(triton.next_power_of_2(size), 16)
-    # Tiles as large as the registers and the shared memory of all targets bear.
-    bytes_of_row = width * q.element_size()
-    keys = 64 if bytes_of_row <= 256 else 32 if bytes_of_row <= 512 else 16
-    largest = 128 if bytes_of_row <= 128 else 64 if bytes_of_row <= 512 else 32
+    body, rest = _halves(size)
+    width = max(triton.next_power_of_2(value_size), 16)
+    keys, float8 = _bytes_of(call.k_cache)
+    values, _ = _bytes_of(call.v_cache)
     rows = nodes * heads // key_heads
-    block = min(max(triton.next_power_of_2(rows), 16), largest)
-    programs = batch * key_heads * triton.cdiv(rows, block)
+    entries = (q.element_size(), keys.element_size())
+    tile = _tile(rows, body + rest, width, *entries, shared_memory(q.device))
+    programs = batch * key_heads * triton.cdiv(rows, tile.rows)
     splits = _number_of_splits(programs, min(places, window) if window > 0 else places)
     strides: tuple[int, int, int] = ancestors.stride()
     tree = Tree(ancestors, *strides, lens, lens.stride(0), nodes, places)
@@ -376,24 +512,30 @@ def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> Non
     if splits > 1:
         shape = (batch, key_heads, splits, rows)
         partial = Splits(
-            q.new_empty((*shape, size), dtype=torch.float32),
+            q.new_empty((*shape, value_size), dtype=torch.float32),
             q.new_empty(shape, dtype=torch.float32),
         )
-    sizes = dict(SIZE=size, WIDTH=width)
-    caches = (_vectors(call.k_cache), _vectors(call.v_cache), _pages(table, call.k_cache))
     launch(
         attend,
         programs * splits,
-        *(_vectors(q), *caches, tree, partial, out, heads, key_heads, splits),
+        *(_vectors(q), _vectors(keys), _vectors(values), _pages(table, keys), tree, partial, out),
+        *(heads, key_heads, splits),
         *(float(size**-0.5 if call.scale is None else call.scale), float(call.soft_cap), window),
+        *(*_factor(call.k_scale), *_factor(call.v_scale)),
         HAS_WINDOW=window > 0,
         HAS_CAP=call.soft_cap > 0,
         SPLIT=splits > 1,
         PAGE=page,
-        ROWS=block,
-        KEYS=keys,
-        **sizes,
-        num_warps=8 if block * width > 64 * 64 else 4,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        SIZE=size,
+        BODY=body,
+        REST=rest,
+        VALUE_SIZE=value_size,
+        WIDTH=width,
+        LATENT=_are_latent(call.k_cache, call.v_cache),
+        FLOAT8=float8,
+        num_warps=tile.warps,
         num_stages=2,
         enable_fp_fusion=True,
     )
@@ -404,6 +546,7 @@ def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> Non
             batch * key_heads * triton.cdiv(rows, block),
             *(tree, partial, out, heads, key_heads, splits, ancestors.shape[2]),
             ROWS=block,
-            **sizes,
+            SIZE=value_size,
+            WIDTH=width,
             enable_fp_fusion=True,
         )
