@@ -3,9 +3,10 @@
 Grid: requests x key heads x blocks of rows x splits of the prefix, the tree's own keys with the
 last split; then, if there are several splits, one pass that combines them. A row is a query: node
 and head of the group that shares a key head, so that a tile of keys, once loaded, serves a whole
-group. Reads the keys and values once a block of rows (the later times from L2), 8 bytes of bits a
-node and tile of the tree; writes the output, and with several splits 4 D bytes a row and split,
-which it reads again. Neither a mask nor the scores ever are in memory.
+group. Reads the keys and values once a block of rows (the later times from L2; values that are the
+beginnings of keys not at all), 8 bytes of bits a node and tile of the tree, and an entry of the
+block table a key; writes the output and its log-sum-exp, and with several splits 4 Dv + 4 bytes a
+row and split, which it reads again. Neither a mask nor the scores ever are in memory.
 
 Numerics: scores, softmax and sums in float32, by exponentials of base 2; the weights of values are
 rounded to the values' dtype; float32 products are exact products, not TF32.
@@ -30,12 +31,19 @@ LN_2 = tl.constexpr(0.6931471805599453)
 #: Programs that a call aims at: a few for each multiprocessor of a large GPU.
 PROGRAMS = 512
 
-#: Entries of the output that a program sums, in float32: half of a multiprocessor's registers.
+#: Entries of the output that a program sums, in float32: half of a multiprocessor's registers, of
+#: which scores, weights and addresses take most of the rest. So at N = 64 a program holds all rows
+#: of a group of up to 8 heads of 64, 4 of 128, 2 of 256.
 LARGEST_SUMS = 32768
+
+#: Bytes of shared memory of a program on sm_90, the first whose tensor cores read it themselves.
+HOPPER_SHARED = 227 * 1024
+
+#: Of float32 tensors, by the size of queries up to which they hold: keys of a tile, and most rows.
+EXACT_TILES = ((64, 64, 64), (128, 32, 64), (576, 16, 32))
 
 #: A split is not worth its combination for fewer keys.
 LEAST_KEYS = 512
-
 
 #: The interpreter multiplies the bit patterns of bfloat16 (triton issue 11584, declined); products
 #: of their values in float32 are what hardware computes.
@@ -430,51 +438,68 @@ def _are_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 class Tile(NamedTuple):
-    """How a program is cut."""
+    """What a program works on at once: rows of queries and keys of the cache; its warps."""
 
     rows: int
     keys: int
     warps: int
 
 
+class Sizes(NamedTuple):
+    """Entries of vectors as tiles hold them, and their bytes."""
+
+    query: int
+    value: int
+    read: int  # of a place: its key, and its value unless that is a part of the key
+    entry: int  # bytes of an entry of a query
+    cached: int  # ... and of one of the cache
+
+
 @cache
 def shared_memory(device: torch.device) -> int:
     """Give the bytes of shared memory that a program can have."""
     if INTERPRETED:
-        return 227 * 1024
+        return HOPPER_SHARED
     index = device.index if device.index is not None else 0
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
-def _bytes_of_tile(tile: Tile, size: int, width: int, entry: int, cached: int) -> int:
-    """Bound the shared memory of a program: its queries, and two stages of keys and values.
+def _shared_bytes(tile: Tile, sizes: Sizes) -> int:
+    """Bound what a program holds in shared memory: its queries, and two stages of keys and values.
 
-    Caches of 8 bits are there once more as the queries' type.
+    What is cached in 8 bits is there once more as the queries' type. At the end the sums, float32,
+    go through shared memory to be stored in order.
     """
-    staged = 2 * cached + (entry if cached < entry else 0)
-    return tile.rows * size * entry + tile.keys * (size + width) * staged
+    copies = 2 * sizes.cached + (sizes.entry if sizes.cached < sizes.entry else 0)
+    loop = tile.rows * sizes.query * sizes.entry + tile.keys * sizes.read * copies
+    return max(loop, tile.rows * sizes.value * 4)
 
 
-def _tile(rows: int, size: int, width: int, entry: int, cached: int, available: int) -> Tile:
-    """Choose the largest tile that the registers and the shared memory bear.
-
-    `size` and `width` are those of queries and values, `entry` and `cached` bytes of their entries
-    and of those in the cache.
-    """
-    largest = min(LARGEST_SUMS // width, 256)
-    keys = 64 if size * entry <= 256 else 32
-    if entry == 4:  # no tensor cores: products take registers, too
-        keys, largest = (64, 64) if size <= 64 else (32, 64) if size <= 128 else (16, 32)
-    tile = Tile(min(max(triton.next_power_of_2(rows), 16), max(largest, 16)), keys, 4)
-    while tile.keys > 16 and _bytes_of_tile(tile, size, width, entry, cached) > available:
-        tile = tile._replace(keys=tile.keys // 2)
-    while tile.rows > 16 and _bytes_of_tile(tile, size, width, entry, cached) > available:
+def _tile(rows: int, sizes: Sizes, window: int, available: int) -> Tile:
+    """Choose the largest tile that registers (see `LARGEST_SUMS`) and shared memory bear."""
+    wide, sums = sizes.value > 128, LARGEST_SUMS
+    # Positions need registers too, and of wide rows so do numbers that are decoded and operands
+    # that do not come out of shared memory.
+    if window > 0:
+        sums //= 2
+    if wide and (sizes.cached < sizes.entry or available < HOPPER_SHARED):
+        sums //= 2
+    keys, largest = 64 if sizes.query * sizes.entry <= 256 else 32, sums // sizes.value
+    if sizes.entry == 4:  # exact products use no tensor cores, and registers for their operands
+        keys, largest = next(e[1:] for e in EXACT_TILES if sizes.query <= e[0])
+    tile = Tile(max(16, min(triton.next_power_of_2(rows), largest, 512)), keys, 4)
+    while tile.rows * sizes.value * 4 > available:
         tile = tile._replace(rows=tile.rows // 2)
-    sums = tile.rows * width
-    if entry == 4:
-        return tile._replace(warps=8 if sums > 64 * 64 else 4)
-    if sums > LARGEST_SUMS // 2:
-        return tile._replace(warps=16, keys=min(tile.keys, 32))
+    while tile.keys > 16 and _shared_bytes(tile, sizes) > available:
+        tile = tile._replace(keys=tile.keys // 2)
+    while tile.rows > 16 and _shared_bytes(tile, sizes) > available:
+        tile = tile._replace(rows=tile.rows // 2)
+    sums = tile.rows * sizes.value
+    if sizes.entry < 4 and sums > LARGEST_SUMS // 2:
+        keys = min(tile.keys, 16 if wide else 32)
+        return tile._replace(keys=keys, warps=16 if sizes.value <= 256 else 8)
+    if sizes.entry < 4 and tile.rows > 128:
+        return tile._replace(warps=16)
     return tile._replace(warps=8 if sums > 64 * 64 else 4)
 
 
@@ -502,8 +527,10 @@ def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> Non
     keys, float8 = _bytes_of(call.k_cache)
     values, _ = _bytes_of(call.v_cache)
     rows = nodes * heads // key_heads
-    entries = (q.element_size(), keys.element_size())
-    tile = _tile(rows, body + rest, width, *entries, shared_memory(q.device))
+    latent = _are_latent(call.k_cache, call.v_cache)
+    read = body + rest + (0 if latent else width)
+    sizes = Sizes(body + rest, width, read, q.element_size(), keys.element_size())
+    tile = _tile(rows, sizes, window, shared_memory(q.device))
     programs = batch * key_heads * triton.cdiv(rows, tile.rows)
     splits = _number_of_splits(programs, min(places, window) if window > 0 else places)
     strides: tuple[int, int, int] = ancestors.stride()
@@ -533,7 +560,7 @@ def tree_attention(outputs: tuple[Tensor, Tensor], call: SimpleNamespace) -> Non
         REST=rest,
         VALUE_SIZE=value_size,
         WIDTH=width,
-        LATENT=_are_latent(call.k_cache, call.v_cache),
+        LATENT=latent,
         FLOAT8=float8,
         num_warps=tile.warps,
         num_stages=2,
