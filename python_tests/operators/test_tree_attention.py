@@ -522,7 +522,13 @@ def test_errors_of_merging(changes, message):
 def compiled_step(call):
     tree = specdec_ext.tree_attention(**call)
     capped = specdec_ext.tree_attention(**call, soft_cap=3.0, return_lse=True)
-    return tree * 2, *capped, *specdec_ext.merge_attention(*capped, tree, capped.lse)
+    caches = {n: call[n].unflatten(1, (-1, 8)).flatten(0, 1) for n in ("k_cache", "v_cache")}
+    table = torch.arange(caches["k_cache"].shape[0]).view(call["q"].shape[0], -1)
+    paged = specdec_ext.tree_attention(
+        **{**call, **caches}, block_table=table, window=3, k_scale=0.5
+    )
+    merged = specdec_ext.merge_attention(*capped, tree, capped.lse)
+    return tree * 2, *capped, paged, *merged
 
 
 def test_compiled():

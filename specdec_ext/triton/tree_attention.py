@@ -8,6 +8,12 @@ beginnings of keys not at all), 8 bytes of bits a node and tile of the tree, and
 block table a key; writes the output and its log-sum-exp, and with several splits 4 Dv + 4 bytes a
 row and split, which it reads again. Neither a mask nor the scores ever are in memory.
 
+Budget, as Triton 3.6 compiles it for sm_90 (compiled, not run): at N = 64, D = 128, groups of 4 and
+16 bits a program holds all 256 rows of a group, so that keys and values are read once, in 16 warps
+of 128 registers and 128 KB of shared memory, one program a multiprocessor, and spills nothing in
+the loop over the prefix. At D = 256 two programs share such a group: the sums of 256 rows alone
+would fill the registers of a multiprocessor.
+
 Numerics: scores, softmax and sums in float32, by exponentials of base 2; the weights of values are
 rounded to the values' dtype; float32 products are exact products, not TF32.
 """
@@ -33,7 +39,7 @@ PROGRAMS = 512
 
 #: Entries of the output that a program sums, in float32: half of a multiprocessor's registers, of
 #: which scores, weights and addresses take most of the rest. So at N = 64 a program holds all rows
-#: of a group of up to 8 heads of 64, 4 of 128, 2 of 256.
+#: of a group of up to 8 heads of 64, 4 of 128, 2 of 256 (half as many under a window).
 LARGEST_SUMS = 32768
 
 #: Bytes of shared memory of a program on sm_90, the first whose tensor cores read it themselves.
