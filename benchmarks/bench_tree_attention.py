@@ -39,6 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 OURS, DENSE, FLEX = "specdec_ext", "sdpa, dense mask", "flex_attention, compiled"
 HEAD_SIZE = 128
+PAGE = 16
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ class Setting:
     places: int
     dtype: str
     ragged: bool = False
+    cache: str = ""  # what engines have: "paged", "float8"; the others get keys as they are
 
     def label(self) -> str:
         """Say it on one line."""
-        ragged = " ragged" if self.ragged else ""
+        ragged = " ragged" * self.ragged + f" {self.cache}" * bool(self.cache)
         return (
             f"B={self.batch} N={self.nodes} H={self.heads}/{self.key_heads} D={HEAD_SIZE} "
             f"L={self.places} {self.dtype}{ragged}"
@@ -63,7 +65,9 @@ class Setting:
 
 
 def bar(setting: Setting, device: torch.device) -> float | None:
-    """Give the ratio to the dense mask that the project asks for."""
+    """Give the ratio to the dense mask that the project asks for, which reads no such caches."""
+    if setting.cache:
+        return None
     if device.type == "cpu":
         return 1.0
     return 1.5 if (setting.nodes, setting.places) == (64, 8192) else None
@@ -77,6 +81,8 @@ def grid(quick: bool, device: torch.device) -> list[Setting]:
             Setting(1, 64, 32, 8, 8192, dtype),
             Setting(1, 64, 8, 8, 8192, dtype),
             Setting(2, 16, 32, 8, 2048, dtype, True),
+            Setting(1, 64, 32, 8, 8192, dtype, cache="paged"),
+            Setting(1, 64, 32, 8, 8192, dtype, cache="float8"),
         ]
     shapes = itertools.product((1, 4), (16, 64, 256), ((32, 8), (32, 32)), (1024, 8192))
     dtypes = ("float32", "bfloat16") if device.type == "cpu" else ("bfloat16",)
@@ -104,12 +110,31 @@ def make_call(setting: Setting, device: torch.device) -> dict[str, Tensor]:
     lens = torch.full((s.batch,), s.places - s.nodes)
     if s.ragged:
         lens -= torch.arange(s.batch) * (s.places // (2 * s.batch))
+    if s.cache == "float8":  # numbers that such a cache holds, for all
+        k, v = (t.to(torch.float8_e4m3fn).to(t.dtype) for t in (k, v))
     turned = (t.transpose(1, 2) for t in (q, k, v))
     return dict(
         zip(("q", "k_cache", "v_cache"), turned, strict=True),
         ancestors=ancestors,
         seq_lens=lens.to(device),
     )
+
+
+def in_cache(setting: Setting, call: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give the arguments with keys and values as the setting's cache holds them."""
+    caches = {name: call[name] for name in ("k_cache", "v_cache")}
+    if setting.cache == "float8":
+        caches = {name: t.to(torch.float8_e4m3fn) for name, t in caches.items()}
+    if setting.cache == "paged":
+        pages = -(-setting.places // PAGE)
+        order = torch.randperm(setting.batch * pages, generator=torch.Generator().manual_seed(1))
+        order = order.to(call["q"].device)
+        for name, t in caches.items():
+            padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, pages * PAGE - setting.places))
+            blocks = padded.reshape(-1, PAGE, *t.shape[2:])
+            caches[name] = torch.empty_like(blocks).index_copy_(0, order, blocks)
+        caches["block_table"] = order.view(setting.batch, pages).int()
+    return {**call, **caches}
 
 
 def contestants(setting: Setting, call: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
@@ -126,8 +151,10 @@ def contestants(setting: Setting, call: dict[str, Tensor]) -> dict[str, Callable
     )
     flex = torch.compile(flex_attention, fullgraph=True)
 
+    held: dict[str, Any] = in_cache(setting, call)
+
     def ours() -> Tensor:
-        return specdec_ext.tree_attention(**call)
+        return specdec_ext.tree_attention(**held)
 
     def masked() -> Tensor:
         out = scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=grouped)
@@ -152,7 +179,7 @@ def check(name: str, found: Tensor, expected: Tensor, padding: Tensor) -> str:
 def run(setting: Setting, device: torch.device, budget: float) -> tuple[dict[str, Any], bool]:
     """Check and time one setting; give the record, and whether all were right."""
     call = make_call(setting, device)
-    expected = reference.tree_attention(**call)
+    expected = reference.tree_attention(**call).out
     padding = (call["ancestors"] == 0).all(2)
     right, timed = True, {}
     for name, contestant in contestants(setting, call).items():

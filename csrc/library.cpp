@@ -74,10 +74,11 @@ constexpr char compact_kv[] =
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor path, Tensor num_accepted, "
     "Tensor seq_lens) -> Tensor status";
 
-// Attention of a tree's nodes to a cached prefix and to their ancestors.
+// Attention of a tree's nodes to a cached prefix and to their ancestors, and its log-sum-exp.
 constexpr char tree_attention[] =
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors, Tensor seq_lens, *, "
-    "float? scale=None, float soft_cap=0.0) -> Tensor out";
+    "Tensor? block_table=None, Tensor? k_scale=None, Tensor? v_scale=None, float? scale=None, "
+    "float soft_cap=0.0, int window=0) -> (Tensor out, Tensor lse)";
 
 }  // namespace schemas
 

@@ -3,8 +3,9 @@
 `verify` takes the raw logits of a target model and a draft and returns the tokens to emit,
 `verify_tree` does so where the draft is a tree; `row_law`, `sample`, `acceptance` and `uniforms`
 are what a decoding loop needs beside them, and `generate` is such a loop; `tree_mask`,
-`tree_attention` and `compact_kv` are what a target model needs for draft trees. `hf` works
-inside Hugging Face transformers.
+`tree_attention` and `compact_kv` are what a target model needs for draft trees
+(`merge_attention` joins attention over two sets of keys). `hf` works inside Hugging Face
+transformers.
 ``torch.ops.specdec`` holds the operators themselves.
 """
 
@@ -22,6 +23,7 @@ from . import _fake, attention, triton  # noqa: E402
 attention.register()
 triton.register(_fake.FAKES, _fake.count_mutation)
 
+from .attention import merge_attention  # noqa: E402
 from .ops import (  # noqa: E402
     STATUS_INVALID_DRAFT_TOKEN,
     STATUS_INVALID_TREE,
@@ -30,6 +32,7 @@ from .ops import (  # noqa: E402
     STATUS_PARAMETER_OUT_OF_RANGE,
     RowLaw,
     SampleResult,
+    TreeAttentionResult,
     TreeMaskResult,
     VerifyResult,
     VerifyTreeResult,
@@ -65,6 +68,7 @@ __all__ = [
     "RowLaw",
     "SampleResult",
     "Statistics",
+    "TreeAttentionResult",
     "TreeMaskResult",
     "VerifyResult",
     "VerifyTreeResult",
@@ -72,6 +76,7 @@ __all__ = [
     "compact_kv",
     "dense_tree_mask",
     "generate",
+    "merge_attention",
     "row_law",
     "sample",
     "stream",

@@ -75,8 +75,9 @@ def _compact_kv(k_cache: Tensor, **_: Any) -> Tensor:
     return k_cache.new_empty((k_cache.shape[-4],), dtype=torch.int32)
 
 
-def _tree_attention(q: Tensor, **_: Any) -> Tensor:
-    return q.new_empty(q.shape)
+def _tree_attention(q: Tensor, v_cache: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    heads = q.shape[:3]
+    return q.new_empty((*heads, v_cache.shape[3])), q.new_empty(heads, dtype=torch.float32)
 
 
 def _by_name(name: str, shapes: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ __all__ = [
     "STATUS_PARAMETER_OUT_OF_RANGE",
     "SampleResult",
     "TREE_RULES",
+    "TreeAttentionResult",
     "TreeMaskResult",
     "VerifyResult",
     "VerifyTreeResult",
@@ -264,3 +265,12 @@ class TreeMaskResult(NamedTuple):
     depths: Tensor
     #: [B] int32, ``STATUS_INVALID_TREE`` where parents are no tree (taken as a root alone), else 0.
     status: Tensor
+
+
+class TreeAttentionResult(NamedTuple):
+    """What attention over some keys leaves: enough to merge it with attention over others."""
+
+    #: [B, N, H, Dv] of q's dtype; 0 where nothing is seen.
+    out: Tensor
+    #: [B, N, H] float32, nats: log of the sum of exp(score); -inf where nothing is seen.
+    lse: Tensor

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from ._fake import FAKES
+from .attention import wrong_pages
 from .backend import resolve
 from .contract import (
     CHAIN_RULES,
@@ -36,6 +37,7 @@ from .contract import (
     TREE_RULES,
     RowLaw,
     SampleResult,
+    TreeAttentionResult,
     TreeMaskResult,
     VerifyResult,
     VerifyTreeResult,
@@ -52,8 +54,9 @@ __all__ = [
     "RowLaw",
     "SampleResult",
     "TREE_RULES",
-    "VerifyResult",
+    "TreeAttentionResult",
     "TreeMaskResult",
+    "VerifyResult",
     "VerifyTreeResult",
     "acceptance",
     "compact_kv",
@@ -1066,6 +1069,18 @@ def compact_kv(
     return status
 
 
+def _head_factor(name: str, factor: Any, q: Tensor) -> Tensor | None:
+    """Make a factor of a cache a tensor."""
+    if factor is None or isinstance(factor, Tensor):
+        return factor
+    if not _is_number(factor):
+        raise TypeError(
+            f"tree_attention: {name} must be a Tensor, a number or None, got {_kind(factor)}"
+        )
+    return torch.full((1,), float(factor), dtype=torch.float32, device=q.device)
+
+
+@overload
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -1073,10 +1088,52 @@ def tree_attention(
     ancestors: Tensor,
     seq_lens: Tensor,
     *,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
+    window: int = 0,
+    return_lse: Literal[False] = False,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ancestors: Tensor,
+    seq_lens: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> TreeAttentionResult: ...
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ancestors: Tensor,
+    seq_lens: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | TreeAttentionResult:
     """Attend from the nodes of draft trees to their cached prefixes and to their ancestors.
 
     Equal to ``scaled_dot_product_attention`` under the mask that `specdec_ext.dense_tree_mask`
@@ -1085,39 +1142,63 @@ def tree_attention(
     Parameters
     ----------
     q : Tensor
-        ``[B, N, H, D]`` float32, bfloat16 or float16, D <= 256, unit stride on D.
+        ``[B, N, H, D]`` float32, bfloat16 or float16, D <= 576, unit stride on D.
     k_cache, v_cache : Tensor
-        ``[B, L, Hkv, D]`` of q's dtype, unit stride on D; H is a multiple of Hkv, and query head h
-        attends with head ``h // (H / Hkv)``. Prefixes lie at places [0, seq_lens[b]), the tree's
-        own keys and values at ``seq_lens[b] .. seq_lens[b] + N - 1``.
+        ``[B, L, Hkv, D]`` and ``[B, L, Hkv, Dv]``, Dv <= 512, of q's dtype, float8_e4m3fn or
+        float8_e5m2, unit stride on D; H is a multiple of Hkv, and query head h attends with head
+        ``h // (H / Hkv)``. Prefixes lie at places [0, seq_lens[b]), the tree's own keys and values
+        at ``seq_lens[b] .. seq_lens[b] + N - 1``. With a `block_table` ``[num_blocks, block_size,
+        Hkv, D]``, the pages of an engine's cache in any strides. Latent attention (MLA) has one key
+        head, and ``v_cache = k_cache[..., :512]``, a view, which is then read once.
     ancestors : Tensor
         ``[B, N, ceil(N/64)]`` int64, from `tree_mask`.
     seq_lens : Tensor
         ``[B]`` int32 or int64: the lengths of the prefixes, at most L - N.
+    block_table : Tensor, optional
+        ``[B, P]`` int32 or int64: place l of request b is entry ``l % block_size`` of block
+        ``block_table[b, l // block_size]``, and L = P * block_size. Only entries of places that are
+        attended to are read.
+    k_scale, v_scale : Tensor or number, optional
+        ``[Hkv]``, ``[1]`` or ``[]`` float32: what stands in the caches is to be multiplied by it,
+        head by head or as a whole; default 1.
     scale : float, optional
         Of the scores, default ``D ** -0.5``.
     soft_cap : float
         Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
+    window : int
+        A node at position p sees keys at positions p - window + 1 to p only; 0: all. Position l
+        is place l of the prefix; a node's is seq_lens[b] and its depth, the number of its
+        ancestors. Below 2^31.
+    return_lse : bool
+        Return the log-sum-exp of the scores, too: what `specdec_ext.merge_attention` merges this
+        attention by with attention over other keys.
     backend : {"auto", "cpu", "triton", "reference"}
         "auto" follows the tensors' device. An explicit choice never falls back. There are no CUDA
         C++ kernels: GPUs run Triton's.
 
     Returns
     -------
-    Tensor
-        ``[B, N, H, D]`` of q's dtype. 0 at padding nodes, NaN in a request with seq_lens outside
-        [0, L - N].
+    Tensor or TreeAttentionResult
+        ``[B, N, H, Dv]`` of q's dtype. 0 at padding nodes, NaN in a request with seq_lens outside
+        [0, L - N] or a page that is read outside [0, num_blocks), which is not followed. With
+        `return_lse` a pair: ``out``, and ``lse`` [B, N, H] float32 in nats, -inf at padding nodes,
+        NaN where `out` is. The operator ``torch.ops.specdec.tree_attention``
+        always returns the pair.
 
     Raises
     ------
     TypeError
         An argument that is neither a tensor nor the number it should be.
     ValueError
-        A wrong dtype, shape or stride; a number out of range.
+        A wrong dtype, shape or stride; a number out of range. For CPU tensors also a page outside
+        [0, num_blocks) that would be read; elsewhere, and in a trace, such a request is NaN.
 
     References
     ----------
-    Dao et al., "Flash-Decoding for long-context inference", 2023 (the split over the prefix).
+    Dao et al., "Flash-Decoding for long-context inference", 2023 (the split over the prefix). Kwon
+    et al., "Efficient memory management for large language model serving with PagedAttention",
+    arXiv 2309.06180, section 4.1 (block tables). Beltagy et al., "Longformer", arXiv 2004.05150,
+    section 3.1 (windows). DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.1 (MLA).
 
     Examples
     --------
@@ -1128,10 +1209,34 @@ def tree_attention(
     >>> out = specdec_ext.tree_attention(q, keys, values, tree.ancestors, torch.tensor([2]))
     >>> out[0, :, 0, 0]  # equal scores: the means of places 0-2, 0-3 and 0-2 with 4
     tensor([2.0000, 3.0000, 3.5000])
+
+    The same out of pages of two places, which lie anywhere in a cache of five:
+
+    >>> table = torch.tensor([[4, 0, 3]])
+    >>> pages = torch.zeros(5, 2, 1, 2)
+    >>> pages[table[0]] = torch.cat([values, values[:, :1]], 1).view(3, 2, 1, 2)
+    >>> paged = specdec_ext.tree_attention(
+    ...     q, torch.zeros_like(pages), pages, tree.ancestors, torch.tensor([2]), block_table=table
+    ... )
+    >>> torch.equal(paged, out)
+    True
     """
+    _check_type("tree_attention", "return_lse", return_lse, "bool")
+    _check_type("tree_attention", "q", q, "Tensor")
+    factors = dict(k_scale=k_scale, v_scale=v_scale)
     arguments = {
         **dict(q=q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors),
-        **dict(seq_lens=seq_lens, scale=scale, soft_cap=soft_cap),
+        **dict(seq_lens=seq_lens, block_table=block_table),
+        **{name: _head_factor(name, factor, q) for name, factor in factors.items()},
+        **dict(scale=scale, soft_cap=soft_cap, window=window),
     }
-    out: Tensor = _call("tree_attention", backend, seq_lens, arguments)
-    return out
+    found = TreeAttentionResult(*_call("tree_attention", backend, seq_lens, arguments))
+    if block_table is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = wrong_pages(block_table, seq_lens, k_cache, q.shape[1], window).nonzero().tolist()
+        if wrong:
+            b, page = wrong[0]
+            raise ValueError(
+                f"tree_attention: block_table must name blocks in [0, {k_cache.shape[0]}), "
+                f"got {int(block_table[b, page])} for page {page} of request {b}"
+            )
+    return found if return_lse else found.out

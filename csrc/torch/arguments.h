@@ -36,7 +36,7 @@ using AcceptanceCall = Call<AcceptanceParams, Tensor>;
 using UniformsCall = Call<UniformsParams, Tensor>;
 using TreeMaskCall = Call<TreeMaskParams, std::tuple<Tensor, Tensor, Tensor>>;
 using CompactKvCall = Call<CompactKvParams, Tensor>;
-using TreeAttentionCall = Call<TreeAttentionParams, Tensor>;
+using TreeAttentionCall = Call<TreeAttentionParams, std::tuple<Tensor, Tensor>>;
 
 // ---- what several operators take ---
 
@@ -135,7 +135,9 @@ CompactKvCall check_compact_kv(const Tensor& k_cache, const Tensor& v_cache, con
 
 TreeAttentionCall check_tree_attention(const Tensor& q, const Tensor& k_cache,
                                        const Tensor& v_cache, const Tensor& ancestors,
-                                       const Tensor& seq_lens, const std::optional<double>& scale,
-                                       double soft_cap);
+                                       const Tensor& seq_lens, const OptionalTensor& block_table,
+                                       const OptionalTensor& k_scale, const OptionalTensor& v_scale,
+                                       const std::optional<double>& scale, double soft_cap,
+                                       int64_t window);
 
 }  // namespace specdec

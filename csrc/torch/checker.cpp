@@ -28,6 +28,10 @@ const char* type_name(ScalarType type) {
       return "int64";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
     default:
       return "a type that no operator takes";
   }
@@ -92,6 +96,11 @@ Element element_of(const Tensor& t) {
   }
 }
 
+bool is_float8(const Tensor& t) {
+  const ScalarType type = t.scalar_type();
+  return type == ScalarType::Float8_e4m3fn || type == ScalarType::Float8_e5m2;
+}
+
 void Checker::fail(const std::string& message) const {
   throw std::invalid_argument(std::string(op_) + ": " + message);
 }
@@ -133,6 +142,25 @@ void Checker::vectors(const Tensor& t, const char* name, const char* symbols, Sh
          type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
          shape);
   unit_stride(t, name, symbols);
+}
+
+void Checker::cached_vectors(const Tensor& t, const char* name, const char* symbols,
+                             Shape shape) const {
+  const ScalarType type = t.scalar_type();
+  expect(t, name, symbols, "float32, bfloat16, float16, float8_e4m3fn or float8_e5m2",
+         type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half ||
+             is_float8(t),
+         shape);
+  unit_stride(t, name, symbols);
+}
+
+void Checker::head_factors(const std::optional<Tensor>& t, const char* name, int64_t heads) const {
+  if (!t.has_value()) return;
+  const bool fits = t->dim() == 0 || (t->dim() == 1 && (t->size(0) == 1 || t->size(0) == heads));
+  require(fits && t->scalar_type() == ScalarType::Float,
+          std::string(name) + " must be [Hkv] = [" + std::to_string(heads) +
+              "], [1] or [] float32, got " + describe(*t));
+  same_device(*t, name);
 }
 
 void Checker::cache(const Tensor& t, const char* name) const {

@@ -40,6 +40,12 @@ class Checker {
   // A floating-point tensor of vectors: the last dimension must have unit stride.
   void vectors(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
 
+  // The same of the types that are cached: those, and those of 8 bits.
+  void cached_vectors(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
+
+  // An optional float32 factor of each head, or one for all.
+  void head_factors(const std::optional<Tensor>& t, const char* name, int64_t heads) const;
+
   // A cache [B, L, H, D], or [Y, B, L, H, D], of any type of 1, 2, 4 or 8 bytes, to be written to.
   void cache(const Tensor& t, const char* name) const;
 
@@ -71,5 +77,7 @@ class Checker {
 };
 
 Element element_of(const Tensor& t);
+
+bool is_float8(const Tensor& t);
 
 }  // namespace specdec

@@ -9,7 +9,9 @@
 namespace specdec {
 namespace {
 
-constexpr int64_t kMaxHeadSize = 256;
+// Those of latent attention (MLA): a latent vector of 512, and 64 more of a key that turn.
+constexpr int64_t kMaxHeadSize = 576;
+constexpr int64_t kMaxValueSize = 512;
 
 // Bytes that memory traffic of a GPU comes in.
 constexpr int64_t kWidestUnit = 16;
@@ -94,31 +96,48 @@ CompactKvCall check_compact_kv(const Tensor& k_cache, const Tensor& v_cache, con
 
 TreeAttentionCall check_tree_attention(const Tensor& q, const Tensor& k_cache,
                                        const Tensor& v_cache, const Tensor& ancestors,
-                                       const Tensor& seq_lens, const std::optional<double>& scale,
-                                       double soft_cap) {
+                                       const Tensor& seq_lens, const OptionalTensor& block_table,
+                                       const OptionalTensor& k_scale, const OptionalTensor& v_scale,
+                                       const std::optional<double>& scale, double soft_cap,
+                                       int64_t window) {
   const Checker check("tree_attention", q);
   check.vectors(q, "q", "[B, N, H, D]", {-1, -1, -1, -1});
   const int64_t batch = q.size(0), nodes = q.size(1), heads = q.size(2), head_size = q.size(3);
   check.in_range("N, the nodes of q,", nodes, 1, kMaxNodes + 1);
   check.in_range("D, the head size of q,", head_size, 1, kMaxHeadSize + 1);
-  check.vectors(k_cache, "k_cache", "[B, L, Hkv, D]", {batch, -1, -1, head_size});
+  const bool paged = block_table.has_value();
+  check.cached_vectors(k_cache, "k_cache",
+                       paged ? "[num_blocks, block_size, Hkv, D]" : "[B, L, Hkv, D]",
+                       {paged ? -1 : batch, -1, -1, head_size});
   const int64_t groups = k_cache.size(2);
-  check.vectors(v_cache, "v_cache", "[B, L, Hkv, D]", {batch, k_cache.size(1), groups, head_size});
-  check.require(
-      q.scalar_type() == k_cache.scalar_type() && q.scalar_type() == v_cache.scalar_type(),
-      "q, k_cache and v_cache must have one dtype, got " + describe(q) + ", " + describe(k_cache) +
-          " and " + describe(v_cache));
+  check.cached_vectors(v_cache, "v_cache",
+                       paged ? "[num_blocks, block_size, Hkv, Dv]" : "[B, L, Hkv, Dv]",
+                       {k_cache.size(0), k_cache.size(1), groups, -1});
+  const int64_t value_size = v_cache.size(3);
+  check.in_range("Dv, the head size of v_cache,", value_size, 1, kMaxValueSize + 1);
+  check.ids(block_table, "block_table", "[B, P]", {batch, -1});
+  check.require(!paged || k_cache.size(1) >= 1,
+                "k_cache must have a block_size of at least 1, got " + describe(k_cache));
+  check.require(k_cache.scalar_type() == v_cache.scalar_type() &&
+                    (is_float8(k_cache) || k_cache.scalar_type() == q.scalar_type()),
+                "k_cache and v_cache must have one dtype, that of q or one of 8 bits, got " +
+                    describe(k_cache) + " and " + describe(v_cache) + " for q " + describe(q));
   check.require(heads >= 1 && groups >= 1 && heads % groups == 0,
                 "H, the heads of q, must be a multiple of Hkv, those of k_cache, got " +
                     std::to_string(heads) + " and " + std::to_string(groups));
   check.bit_words(ancestors, "ancestors", "[B, N, ceil(N/64)]",
                   {batch, nodes, words_for_nodes(nodes)});
   check.ids(seq_lens, "seq_lens", "[B]", {batch});
+  check.head_factors(k_scale, "k_scale", groups);
+  check.head_factors(v_scale, "v_scale", groups);
   check.require(!scale.has_value() || std::isfinite(*scale),
                 "scale must be finite or None, got " + std::to_string(scale.value_or(0.0)));
   check.require(std::isfinite(soft_cap) && soft_cap >= 0.0,
                 "soft_cap must be finite and >= 0, got " + std::to_string(soft_cap));
-  return {{}, new_tensor(q, {batch, nodes, heads, head_size}, q.scalar_type())};
+  check.in_range("window", window, 0, int64_t{1} << 31);
+  std::tuple outputs{new_tensor(q, {batch, nodes, heads, value_size}, q.scalar_type()),
+                     new_tensor(q, {batch, nodes, heads}, ScalarType::Float)};
+  return {{}, std::move(outputs)};
 }
 
 }  // namespace specdec

@@ -30,7 +30,10 @@ from specdec_ext.testing import make_tree_case
 
 kind, arch, warp, extent = sys.argv[1:]
 arch = int(arch) if arch.isdigit() else arch
-SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, "gfx942": 64 * 1024}  # bytes of a program
+# Bytes of a program.
+SHARED_MEMORY = {
+    90: 227 * 1024, 89: 99 * 1024, 86: 99 * 1024, 80: 163 * 1024, "gfx942": 64 * 1024,
+}
 
 
 class Driver:
@@ -59,6 +62,8 @@ if clone is not None:
     code_generator._clone_triton_value = clone_all
 driver.set_active(Driver())
 backend.is_interpreted = lambda: True  # lets CPU tensors pass
+attention = import_module("specdec_ext.triton.tree_attention")
+attention.shared_memory = lambda device: SHARED_MEMORY[arch]
 run, compiled = triton.JITFunction.run, {}
 
 
@@ -93,10 +98,21 @@ def verify_tree(rule, **options):
     operators.verify_tree(**case.inputs)
 
 
-def attend(nodes, size, dtype, places=9000, **options):
-    q, cache = (torch.zeros(2, n, h, size, dtype=dtype) for n, h in ((nodes, 8), (places, 2)))
+def attend(
+    nodes, size, dtype, places=9000, heads=8, key_heads=2, value_size=None, cached=None, page=0,
+    latent=False, **options,
+):
+    q = torch.zeros(2, nodes, heads, size, dtype=dtype)
+    shape = (700, page, key_heads) if page else (2, places, key_heads)
+    keys, values = (
+        torch.zeros(*shape, n, dtype=cached or dtype) for n in (size, value_size or size)
+    )
+    if latent:
+        values = keys[..., :value_size]
+    if page:
+        options["block_table"] = torch.zeros(2, -(-places // page), dtype=i32)
     bits = torch.zeros(2, nodes, (nodes + 63) // 64, dtype=torch.int64)
-    operators.tree_attention(q, cache, cache, bits, seeds, **options)
+    operators.tree_attention(q, keys, values, bits, seeds, **options)
 
 
 if extent == "every kernel":
@@ -123,6 +139,20 @@ elif extent == "masks and maps":
     operators.verify_tree(**case.inputs, **masked)
     operators.sample(row[:, :999], domain=3, draft_token_ids=ids, **at)
     operators.sample(row[:, :999], allowed_mask=words, draft_token_ids=ids, **at, **filters)
+elif extent == "attention":
+    mla = dict(key_heads=1, value_size=512, page=64)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    factors = dict(k_scale=torch.ones(()), v_scale=torch.ones(2))
+    attend(64, 128, bf16, page=16)
+    attend(64, 256, f16, page=24, window=512, soft_cap=30.0)
+    attend(64, 64, bf16, window=4096)
+    attend(64, 192, bf16, value_size=128)
+    attend(1, 576, bf16, heads=128, latent=True, **mla)
+    attend(16, 576, f16, heads=16, **mla)
+    attend(2, 576, torch.float32, heads=16, latent=True, **mla)
+    attend(64, 128, bf16, cached=e4m3, page=16, **factors)
+    attend(16, 256, f16, cached=e5m2, **factors)
+    attend(8, 576, bf16, heads=16, cached=e4m3, latent=True, **mla)
 else:
     verify("token", filters=False, philox=True, packed=True, id_dtype=i32, kinds="mixed")
     verify("lenient", dtype=f16, draft="probs", vocab=1, raw_logprobs=True, layout="padded")
@@ -161,6 +191,11 @@ TARGETS = [
     ("cuda", "90", "32", "every kernel"),
     ("cuda", "90", "32", "more variants"),
     ("cuda", "90", "32", "masks and maps"),
+    ("cuda", "90", "32", "attention"),
+    ("cuda", "80", "32", "attention"),
+    ("cuda", "86", "32", "attention"),
+    ("cuda", "89", "32", "attention"),
+    ("hip", "gfx942", "64", "attention"),
     ("cuda", "80", "32", "every kernel"),
     ("hip", "gfx942", "64", "every kernel"),
 ]

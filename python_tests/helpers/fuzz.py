@@ -302,7 +302,62 @@ def check_uniforms(number: int, options: dict[str, Any], wild: bool, end: bool) 
     SEEN["uniforms"] += batch
 
 
-CHECKS = [check_verify, check_verify, check_row_law, check_sample, check_acceptance, check_uniforms]
+def attention_of(number: int, wild: bool) -> dict[str, Any]:
+    """A call of tree_attention: any bits, lengths and pages, in the cache or (wild) not."""
+    generator = torch.Generator().manual_seed(number)
+
+    def one_of(*choices: Any) -> Any:
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    batch, nodes, groups = one_of(2, 1, 3, 0), one_of(5, 1, 12, 66), one_of(2, 1)
+    size, value_size = one_of((8, 8), (16, 16), (24, 5), (3, 3))
+    dtype = one_of(torch.float32, torch.bfloat16, torch.float16)
+    cached = one_of(dtype, dtype, torch.float8_e4m3fn, torch.float8_e5m2)
+    block, pages = one_of(0, 16, 5), one_of(1, 9, 20)
+    places = block * pages if block else nodes + one_of(0, 1, 60)
+    shape = (one_of(7, 40), block, groups) if block else (batch, places, groups)
+    q, keys, values = (
+        torch.randn(*s, generator=generator).to(kind)
+        for s, kind in (
+            ((batch, nodes, groups * one_of(1, 3), size), dtype),
+            ((*shape, size), cached),
+            ((*shape, value_size), cached),
+        )
+    )
+    bits = integers(-(2**63), 2**63 - 1, batch, nodes, (nodes + 63) // 64)
+    arguments = dict(q=q, k_cache=keys, v_cache=values, ancestors=bits & one_of(-1, 5))
+    arguments["seq_lens"] = integers(0, max(places - nodes, 0) + 1, batch)
+    if block:
+        low, high = (-1, shape[0] + 1) if wild else (0, shape[0])
+        arguments["block_table"] = integers(low, high, batch, pages).to(torch.int32)
+    if wild:
+        wrong = [-1, places - nodes + 1, 2**62, -(2**63), 2**63 - 1]
+        arguments["seq_lens"] = sprinkle(generator, arguments["seq_lens"], wrong, 0.2)
+    for name in ("k_scale", "v_scale"):
+        arguments[name] = one_of(None, torch.tensor(0.5), torch.rand(groups, generator=generator))
+    options = dict(window=one_of(0, 1, 6, 2**31 - 1), soft_cap=one_of(0.0, 2.0))
+    return {**arguments, **options, "scale": one_of(None, 0.4)}
+
+
+def check_tree_attention(number: int, options: dict[str, Any], wild: bool, end: bool) -> None:
+    arguments = attention_of(number, wild)
+    got, expected = call("tree_attention", arguments, end), reference.tree_attention(**arguments)
+    for found, right in zip(got, expected, strict=True):
+        assert torch.equal(found.isnan(), right.isnan())
+        assert close(
+            found, right, {torch.float32: 1e-4, torch.float16: 5e-3}.get(found.dtype, 3e-2)
+        )
+    SEEN["tree_attention"] += len(expected.lse)
+    SEEN["no attention"] += int(expected.lse.flatten(1).isnan().any(1).sum())
+
+
+CHECKS = [
+    *(check_verify, check_verify, check_row_law, check_sample, check_acceptance, check_uniforms),
+    check_tree_attention,
+]
 
 
 # ---- calls that must be refused ------------------------------------------------------------------

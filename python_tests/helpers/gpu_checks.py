@@ -332,7 +332,7 @@ def check_compact_kv(target: Target, dtype: torch.dtype, heads: int, size: int) 
 def check_tree_attention(
     target: Target, nodes: int, size: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Close to the reference, in units of the largest output."""
+    """Close to the reference, in units of the largest output; out of pages and in a window too."""
     generator = torch.Generator().manual_seed(nodes + size)
     places, heads, groups = nodes + 300, 2, 4
     q, k, v = (
@@ -343,11 +343,25 @@ def check_tree_attention(
     ancestors = reference.tree_mask(parents)[0]
     lengths = torch.tensor([places - nodes, 17, 0])
     doubles = (x.double() for x in (q, k, v))
-    expected = reference.tree_attention(*doubles, ancestors, lengths)
-    (found,) = target.call("tree_attention", q, k, v, ancestors, lengths)
-    assert found.dtype == dtype
-    error = float((found.cpu().double() - expected).abs().max())
-    assert error <= tolerance * max(1.0, float(expected.abs().max())), error
+    wide = list(doubles)
+    # As many pages of 4 places as the caches have, behind a table that turns their order.
+    count = 3 * places // 4
+    table = torch.arange(count - count % 3).flip(0).view(3, -1)
+    pages = [x.flatten(0, 1)[: count * 4].unflatten(0, (-1, 4)) for x in (k, v, *wide[1:])]
+    fits = torch.minimum(lengths, torch.tensor(table.shape[1] * 4 - nodes))
+    options = dict(block_table=table, window=nodes + 20, soft_cap=20.0)
+    for caches, exact, lens, extra in (
+        ((k, v), wide[1:], lengths, {}),
+        (pages[:2], pages[2:], fits, options),
+    ):
+        expected = reference.tree_attention(wide[0], *exact, ancestors, lens, **extra)
+        found = target.call("tree_attention", q, *caches, ancestors, lens, **extra)
+        assert found[0].dtype == dtype
+        for a, b in zip(found, expected, strict=True):
+            seen = b.isfinite()
+            error = float((a.cpu().double() - b.double())[seen].abs().max())
+            assert error <= tolerance * max(1.0, float(b[seen].abs().max())), error
+            assert torch.equal(a.cpu().isfinite(), seen)
 
 
 def check_empty(target: Target) -> None:

@@ -61,6 +61,7 @@ def strided(*shape):
 SEEDS = dict(seeds=ints(B), positions=ints(B), uniforms=None)
 ROWS = dict(target_rows=ints(B, G + 1), target_logits=floats(7, V))
 DRAFT_ROWS = dict(draft_rows=ints(B, G), draft_logits=floats(7, V))
+PAGED = dict(block_table=ints(B, 3))
 PROBS = dict(draft_logits=None, draft_probs=floats(B, G, V))
 
 # (operator, changed arguments, everything that the message must contain, between bars)
@@ -263,14 +264,26 @@ ATTENTION_ERRORS = [
      "q | float32, bfloat16 or float16 | float64"),
     ("tree_attention", dict(q=strided(B, 3, 4, 4)), "q | unit stride | stride 2"),
     ("tree_attention", dict(q=floats(B, 0, 4, 4)), "q | [1, 1025) | 0"),
-    ("tree_attention", dict(q=floats(B, 3, 4, 257)), "q | D | [1, 257) | 257"),
+    ("tree_attention", dict(q=floats(B, 3, 4, 577)), "q | D | [1, 577) | 577"),
+    ("tree_attention", dict(v_cache=floats(B, 9, 2, 513)), "v_cache | Dv | [1, 513) | 513"),
+    ("tree_attention", dict(v_cache=floats(B, 9, 2, 0)), "v_cache | Dv | [1, 513) | 0"),
+    ("tree_attention", dict(k_cache=floats(B, 9, 2, 4, dtype=torch.float8_e5m2)),
+     "one dtype | [2, 9, 2, 4] float8_e5m2 and [2, 9, 2, 4] float32"),
+    ("tree_attention", dict(k_cache=floats(B, 9, 2, 4, dtype=torch.float8_e4m3fnuz)),
+     "k_cache | float32, bfloat16, float16, float8_e4m3fn or float8_e5m2"),
+    ("tree_attention", dict(q=floats(B, 3, 4, 4, dtype=torch.float8_e4m3fn)),
+     "q | float32, bfloat16 or float16 | float8_e4m3fn"),
+    ("tree_attention", dict(k_scale=floats(3)), "k_scale | [Hkv] = [2], [1] or [] float32 | [3]"),
+    ("tree_attention", dict(v_scale=floats(1, dtype=torch.float64)), "v_scale | float32 | float64"),
+    ("tree_attention", dict(v_scale=floats(1, 2)), "v_scale | [Hkv] = [2] | [1, 2]"),
     ("tree_attention", dict(q=floats(B, 3, 3, 4)), "H | multiple of Hkv | 3 and 2"),
     ("tree_attention", dict(k_cache=floats(B, 9, 2, 5)),
      "k_cache | [B, L, Hkv, D] | [2, 9, 2, 5]"),
     ("tree_attention", dict(k_cache=strided(B, 9, 2, 4)), "k_cache | unit stride"),
     ("tree_attention", dict(k_cache=floats(B, 9, 2, 4, dtype=torch.bfloat16)),
-     "one dtype | bfloat16"),
-    ("tree_attention", dict(v_cache=floats(B, 8, 2, 4)), "v_cache | [2, 9, 2, 4] | [2, 8, 2, 4]"),
+     "one dtype | that of q | bfloat16"),
+    ("tree_attention", dict(v_cache=floats(B, 8, 2, 4)),
+     "v_cache | [B, L, Hkv, Dv] | [2, 8, 2, 4]"),
     ("tree_attention", dict(ancestors=ints(B, 3, 2)),
      "ancestors | [B, N, ceil(N/64)] | [2, 3, 2]"),
     ("tree_attention", dict(ancestors=ints(B, 3, 1, dtype=torch.int32)),
@@ -279,6 +292,17 @@ ATTENTION_ERRORS = [
     ("tree_attention", dict(scale=float("inf")), "scale | finite"),
     ("tree_attention", dict(soft_cap=-1.0), "soft_cap | >= 0 | -1"),
     ("tree_attention", dict(soft_cap=float("nan")), "soft_cap | finite"),
+    ("tree_attention", dict(window=-1), "window | [0, 2147483648) | -1"),
+    ("tree_attention", dict(window=2**31), "window | [0, 2147483648) | 2147483648"),
+    ("tree_attention", dict(PAGED, block_table=ints(B + 1, 3)),
+     "block_table | [B, P] | int32 or int64 | [3, 3]"),
+    ("tree_attention", dict(PAGED, block_table=floats(B, 3)), "block_table | int32 or int64"),
+    ("tree_attention", dict(PAGED, k_cache=floats(B, 9, 2, 5)),
+     "k_cache | [num_blocks, block_size, Hkv, D] | [2, 9, 2, 5]"),
+    ("tree_attention", dict(PAGED, v_cache=floats(3, 9, 2, 4)),
+     "v_cache | [num_blocks, block_size, Hkv, Dv] | [3, 9, 2, 4]"),
+    ("tree_attention", dict(PAGED, k_cache=floats(B, 0, 2, 4), v_cache=floats(B, 0, 2, 4)),
+     "k_cache | block_size of at least 1 | [2, 0, 2, 4]"),
 ]  # fmt: skip
 
 
@@ -394,6 +418,11 @@ TYPE_ERRORS = [
     ("tree_attention", dict(ancestors=None), "ancestors must be a Tensor, got NoneType"),
     ("tree_attention", dict(scale="1"), "scale must be a number or None, got str"),
     ("tree_attention", dict(soft_cap=True), "soft_cap must be a number, got bool"),
+    ("tree_attention", dict(block_table=[0]), "block_table must be a Tensor or None, got list"),
+    ("tree_attention", dict(k_scale="1"), "k_scale must be a Tensor, a number or None, got str"),
+    ("tree_attention", dict(v_scale=True), "v_scale must be a Tensor, a number or None, got bool"),
+    ("tree_attention", dict(window=1.0), "window must be an int, got float"),
+    ("tree_attention", dict(return_lse=1), "return_lse must be a bool, got int"),
 ]
 
 

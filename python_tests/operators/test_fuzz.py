@@ -16,9 +16,18 @@ def test_nothing_is_found(run_python):
     assert done.returncode == 0, done.stderr[-6000:]
     seen = ast.literal_eval(done.stdout.partition("unharmed: ")[2])
     # What was tried is not nothing: every operator, every status, refusals.
-    for name in ("verify", "row_law", "sample", "acceptance", "uniforms", "refused"):
+    for name in (
+        "verify",
+        "row_law",
+        "sample",
+        "acceptance",
+        "uniforms",
+        "refused",
+        "tree_attention",
+    ):
         assert seen[name] >= 50, seen
     assert all(seen[f"status {bit}"] >= 5 for bit in (1, 2, 4, 8)), seen
+    assert seen["no attention"] >= 5, seen
 
 
 @pytest.mark.thorough

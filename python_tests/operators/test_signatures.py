@@ -21,7 +21,7 @@ EXTRA = {
     "uniforms": ["backend"],
     "tree_mask": ["backend"],
     "compact_kv": ["backend"],
-    "tree_attention": ["backend"],
+    "tree_attention": ["return_lse", "backend"],
 }
 RESULTS = {
     "row_law": specdec_ext.RowLaw,
@@ -29,9 +29,10 @@ RESULTS = {
     "verify": specdec_ext.VerifyResult,
     "verify_tree": specdec_ext.VerifyTreeResult,
     "tree_mask": specdec_ext.TreeMaskResult,
+    "tree_attention": specdec_ext.TreeAttentionResult,
 }
 # What returns a single tensor that is not called like the operator.
-RETURNS = {"compact_kv": "status", "tree_attention": "out"}
+RETURNS = {"compact_kv": "status"}
 CSRC = Path(__file__).parents[2] / "csrc"
 
 REQUIRED = inspect.Parameter.empty
@@ -78,7 +79,7 @@ def test_wrapper_matches_schema(name):
     arguments = python_arguments(getattr(specdec_ext, name))
     extra = len(EXTRA[name])
     assert arguments[:-extra] == schema_arguments(name)
-    defaults = {"generator": None, "backend": "auto"}
+    defaults = {"generator": None, "return_lse": False, "backend": "auto"}
     assert arguments[-extra:] == [(e, True, defaults[e]) for e in EXTRA[name]]
 
 
@@ -219,10 +220,15 @@ def sample_calls(**kwargs):
     ancestors = reference.tree_mask(parents).ancestors
     yield "tree_attention", (q, keys, keys, ancestors, some), {}
     yield "tree_attention", (q, keys, keys, ancestors, some), {"scale": 0.5, "soft_cap": 3.0}
+    table = torch.arange(batch, dtype=torch.int32)[:, None]
+    yield "tree_attention", (q, keys, keys, ancestors, some), {"block_table": table, "window": 2}
+    small = keys.to(torch.float8_e5m2)
+    factors = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([0.5, 2.0])}
+    yield "tree_attention", (q, small, small[..., :6], ancestors, some), factors
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("case", range(22))
+@pytest.mark.parametrize("case", range(24))
 def test_opcheck(case, requires_grad):
     name, args, kwargs = list(sample_calls(requires_grad=requires_grad))[case]
     operator = getattr(torch.ops.specdec, name).default

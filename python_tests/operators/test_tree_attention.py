@@ -31,22 +31,83 @@ def make(nodes, heads, key_heads, size, places, dtype=torch.float32, batch=3):
     return dict(q=q, k_cache=k, v_cache=v, ancestors=tree.ancestors, seq_lens=lens)
 
 
-def dense(q, k_cache, v_cache, ancestors, seq_lens, scale=None):
+def dense(q, k_cache, v_cache, ancestors, seq_lens, scale=None, window=0):
     """The same by torch, in float64 under a dense mask; padding nodes are zeroed."""
     nodes, places = q.shape[1], k_cache.shape[1]
     mask = specdec_ext.dense_tree_mask(
         ancestors, seq_lens, places - nodes, layout="packed", dtype=torch.bool
     )
-    heads = (t.transpose(1, 2).double() for t in (q, k_cache, v_cache))
-    out = scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2) * (ancestors != 0).any(2)[..., None, None]
+    if window > 0:
+        mask &= in_window(ancestors, seq_lens, places, window)
+    q, keys, values = (t.transpose(1, 2).double() for t in (q, k_cache, v_cache))
+    out = scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    keys = keys.repeat_interleave(q.shape[1] // keys.shape[1], 1)
+    scores = q @ keys.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    lse = scores.masked_fill(~mask, -math.inf).logsumexp(3)
+    padding = (ancestors == 0).all(2)[..., None]
+    return specdec_ext.TreeAttentionResult(
+        out.transpose(1, 2).masked_fill(padding[..., None], 0.0),
+        lse.transpose(1, 2).masked_fill(padding, -math.inf),
+    )
+
+
+def in_window(ancestors, seq_lens, places, window):
+    """Which keys are within the window of which queries, [B, 1, N, L], place by place."""
+    batch, nodes = ancestors.shape[:2]
+    mask = torch.zeros(batch, 1, nodes, places, dtype=torch.bool)
+    for b, length in enumerate(seq_lens.tolist()):
+        depths = [sum(int(w).bit_count() for w in row) - 1 for row in ancestors[b].tolist()]
+        position = [*range(length), *(length + depth for depth in depths)]
+        for v, depth in enumerate(depths):
+            for place, key in enumerate(position[:places]):
+                mask[b, 0, v, place] = key > length + depth - window
+    return mask
+
+
+def paged(call, size, layout="blocks", dtype=torch.int32):
+    """The call with its caches in pages, shuffled; what is not attended to holds NaN."""
+    generator = torch.Generator().manual_seed(size)
+    batch, places = call["k_cache"].shape[:2]
+    nodes, pages = call["q"].shape[1], -(-places // size) + 1
+    table = torch.randperm(batch * pages + 3, generator=generator)[: batch * pages]
+    table = table.view(batch, pages)
+    caches = {}
+    for name in ("k_cache", "v_cache"):
+        shape = (batch * pages + 3, size, *call[name].shape[2:])
+        if layout == "heads first":
+            shape = (shape[0], shape[2], size, shape[3])
+        cache = torch.full((shape[0], 2, *shape[1:]), math.nan, dtype=call[name].dtype)
+        cache = cache[:, 1] if layout == "pairs" else cache[:, 0].clone()
+        cache = cache.transpose(1, 2) if layout == "heads first" else cache
+        for b, length in enumerate(call["seq_lens"].tolist()):
+            for place in range(length + nodes):
+                cache[table[b, place // size], place % size] = call[name][b, place]
+        caches[name] = cache
+    for b, length in enumerate(call["seq_lens"].tolist()):
+        behind = table[b, (length + nodes - 1) // size + 1 :]
+        behind.copy_(torch.tensor([-1, 2**31 - 1, 10**6, -(2**31)])[torch.arange(len(behind)) % 4])
+    return {**call, **caches, "block_table": table.to(dtype)}
 
 
 def assert_close(found, expected, dtype):
-    """Close in units of the largest output, as sums of rounded values are."""
-    error = (found.double() - expected.double()).abs().max()
-    bound = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
-    assert found.dtype == dtype and float(error) <= bound, float(error)
+    """Close in units of the largest output, as sums of rounded values are; scores are float32.
+
+    Torch's flash attention on CPUs has coarser exponentials for the smaller types.
+    """
+    error = (found.out.double() - expected.out.double()).abs().max()
+    bound = TOLERANCE[dtype] * max(1.0, float(expected.out.abs().max()))
+    assert found.out.dtype == dtype and float(error) <= bound, float(error)
+    assert found.lse.dtype == torch.float32
+    bound = 1e-5 if dtype == torch.float32 else 2e-4
+    torch.testing.assert_close(found.lse.double(), expected.lse.double(), rtol=bound, atol=bound)
+
+
+def assert_equal(found, expected):
+    """Equal to the bit."""
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.fixture(params=[CPU, TRITON], ids=lambda b: b.name)
@@ -58,7 +119,7 @@ def attending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             importlib.import_module("specdec_ext.triton.tree_attention"), "LEAST_KEYS", 32
         )
     else:
-        monkeypatch.setattr(attention, "CAPPED_KEYS", 40)
+        monkeypatch.setattr(attention, "BLOCK_KEYS", 40)
     return request.param
 
 
@@ -97,8 +158,8 @@ def test_soft_cap(attending, options, dtype):
     expected = REFERENCE.tree_attention(**call, **options)
     assert_close(attending.tree_attention(**call, **options), expected, dtype)
     # The control: the cap matters here.
-    uncapped = REFERENCE.tree_attention(**call, scale=options.get("scale"))
-    assert float((uncapped.double() - expected.double()).abs().max()) > 0.05
+    uncapped = REFERENCE.tree_attention(**call, scale=options.get("scale")).out
+    assert float((uncapped.double() - expected.out.double()).abs().max()) > 0.05
 
 
 def test_the_soft_cap_by_hand(attending):
@@ -110,7 +171,187 @@ def test_the_soft_cap_by_hand(attending):
     bits = torch.ones(1, 1, 1, dtype=torch.int64)
     call = dict(ancestors=bits, seq_lens=torch.tensor([2]), scale=1.0, soft_cap=1.0)
     found = [attending.tree_attention(q, keys, values[..., i : i + 1], **call) for i in range(3)]
-    torch.testing.assert_close(torch.cat(found).flatten(), logits.softmax(0))
+    out = torch.cat([one.out for one in found]).flatten()
+    torch.testing.assert_close(out, logits.softmax(0))
+    torch.testing.assert_close(found[0].lse.flatten(), logits.logsumexp(0)[None])
+
+
+# ---- windows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 40, 63, 10**9])
+def test_window(attending, window):
+    call = make(12, 4, 2, 16, 75)
+    expected = dense(**call, window=window)
+    assert_close(REFERENCE.tree_attention(**call, window=window), expected, torch.float32)
+    assert_close(attending.tree_attention(**call, window=window), expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_window_of_deep_trees(attending, dtype):
+    # Depths of more than a word's bits; a chain is causal attention in a band.
+    call = make(140, 2, 1, 16, 300, dtype=dtype, batch=2)
+    chain = torch.arange(-1, 139).repeat(2, 1)
+    call["ancestors"] = specdec_ext.tree_mask(chain).ancestors
+    for options in (dict(window=100), dict(window=5, soft_cap=4.0)):
+        expected = REFERENCE.tree_attention(**call, **options)
+        assert_close(attending.tree_attention(**call, **options), expected, dtype)
+    place = torch.arange(300)
+    query = call["seq_lens"][:, None] + torch.arange(140)
+    band = (place <= query[..., None]) & (place > query[..., None] - 5)
+    heads = (call[name].transpose(1, 2).double() for name in ("q", "k_cache", "v_cache"))
+    out = scaled_dot_product_attention(*heads, attn_mask=band[:, None], enable_gqa=True)
+    found = attending.tree_attention(**call, window=5).out
+    assert float((found - out.transpose(1, 2)).abs().max()) <= 2 * TOLERANCE[dtype]
+
+
+def test_what_lies_before_the_window_is_not_read(attending):
+    call = make(6, 4, 2, 32, 90)
+    expected = attending.tree_attention(**call, window=10)
+    for b, length in enumerate(call["seq_lens"].tolist()):
+        for name in ("k_cache", "v_cache"):
+            call[name][b, : max(length - 9, 0)] = math.nan
+    assert_close(attending.tree_attention(**call, window=10), expected, torch.float32)
+
+
+# ---- pages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["blocks", "pairs", "heads first"])
+@pytest.mark.parametrize("size", [1, 16, 24])
+def test_pages(attending, size, layout):
+    call = make(9, 4, 2, 32, 70)
+    expected = REFERENCE.tree_attention(**call)
+    pages = paged(call, size, layout)
+    assert_equal(REFERENCE.tree_attention(**pages), expected)
+    assert_close(attending.tree_attention(**pages), expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_pages_with_all_else(attending, dtype):
+    call = make(40, 4, 1, 64, 130, dtype=dtype)
+    options = dict(window=50, soft_cap=3.0, scale=0.3)
+    expected = REFERENCE.tree_attention(**call, **options)
+    pages = paged(call, 16, dtype=torch.int64)
+    assert_close(attending.tree_attention(**pages, **options), expected, dtype)
+    turned = pages["block_table"].t().contiguous().t()
+    found = attending.tree_attention(**{**pages, "block_table": turned}, **options)
+    assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("block", [-1, 21, 2**31 - 1, -(2**31)])
+def test_a_page_that_is_no_block(attending, block, window):
+    call = paged(make(9, 4, 2, 32, 70), 16)
+    assert call["k_cache"].shape[0] == 21
+    expected = attending.tree_attention(**call, window=window)
+    # Request 0 has 61 places before its tree and reads pages up to 4, of the last 20 places from 2.
+    good, call["block_table"][0, 2] = int(call["block_table"][0, 2]), block
+    found = attending.tree_attention(**call, window=window)
+    reference = REFERENCE.tree_attention(**call, window=window)
+    for a, b, c in zip(found, expected, reference, strict=True):
+        assert bool(a[0].isnan().all()) and bool(c[0].isnan().all())
+        assert torch.equal(a[1:], b[1:]) and not a[1:].isnan().any()
+    message = rf"block_table must name blocks in \[0, 21\), got {block} for page 2 of request 0"
+    with pytest.raises(ValueError, match=f"^tree_attention: {message}"):
+        specdec_ext.tree_attention(**call, window=window)
+    call["block_table"][0, 1:3] = torch.tensor([block, good])
+    wrong = attending.tree_attention(**call, window=window).out[0].isnan()
+    assert bool(wrong.all()) == (window == 0)
+
+
+def test_a_tree_outside_the_pages(attending):
+    call = paged(make(9, 4, 2, 32, 70), 16)
+    for length in (-1, 96 - 8, 2**40):
+        call["seq_lens"][1] = length
+        for result in (attending, REFERENCE):
+            assert bool(result.tree_attention(**call).out[1].isnan().all())
+        assert bool(specdec_ext.tree_attention(**call)[1].isnan().all())  # as without pages
+
+
+# ---- sizes, and caches of 8 bits ----------------------------------------------------------------
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def make_latent(dtype, heads=16, places=50):
+    """A call of latent attention: one key head of 576, whose first 512 are the values."""
+    call = make(5, heads, 1, 576, places, dtype=dtype)
+    return {**call, "v_cache": call["k_cache"][..., :512]}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_latent_attention(attending, dtype):
+    call = make_latent(dtype)
+    expected = REFERENCE.tree_attention(**call)
+    apart = {**call, "v_cache": call["v_cache"].clone()}
+    assert_close(expected, dense(**call), dtype)
+    for given in (call, apart, paged(apart, 16)):
+        found = attending.tree_attention(**given)
+        assert found.out.shape == (3, 5, 16, 512)
+        assert_close(found, expected, dtype)
+    pages = paged(call, 16)
+    pages["v_cache"] = pages["k_cache"][..., :512]
+    options = dict(window=20, soft_cap=5.0)
+    expected = REFERENCE.tree_attention(**call, **options)
+    assert_close(attending.tree_attention(**pages, **options), expected, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (80, 16), (24, 40), (16, 512), (576, 1)], ids=str)
+def test_keys_and_values_of_other_sizes(attending, sizes):
+    call = make(6, 4, 2, sizes[0], 60)
+    call["v_cache"] = make(6, 4, 2, sizes[1], 60)["v_cache"]
+    expected = dense(**call)
+    assert_close(REFERENCE.tree_attention(**call), expected, torch.float32)
+    assert_close(attending.tree_attention(**call), expected, torch.float32)
+
+
+@pytest.mark.parametrize("cached", FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_caches_of_8_bits(attending, dtype, cached):
+    call = make(9, 4, 2, 32, 70, dtype=dtype)
+    scales = dict(k_scale=torch.tensor(0.7), v_scale=torch.tensor([2.5]))
+    for name in ("k_cache", "v_cache"):
+        call[name] = call[name].to(cached)
+    wide = {n: call[n].double() * float(scales[f"{n[0]}_scale"]) for n in ("k_cache", "v_cache")}
+    expected = dense(**{**call, **wide})
+    assert_close(REFERENCE.tree_attention(**call, **scales), expected, dtype)
+    assert_close(attending.tree_attention(**call, **scales), expected, dtype)
+    own = dict(k_scale=torch.tensor([0.7, 0.2]), v_scale=torch.tensor([2.5, -1.0]), soft_cap=9.0)
+    expected = REFERENCE.tree_attention(**call, **own)
+    assert_close(attending.tree_attention(**paged(call, 16), **own), expected, dtype)
+
+
+@pytest.mark.parametrize("cached", FLOAT8, ids=str)
+def test_every_number_of_8_bits(attending, cached):
+    # One place each: the output is the number that stands there.
+    numbers = torch.arange(256, dtype=torch.uint8).view(cached)
+    values = numbers.view(16, 2, 1, 8).clone()
+    q, keys = torch.ones(16, 1, 1, 1), torch.zeros(16, 2, 1, 1).to(cached)
+    bits, lens = torch.ones(16, 1, 1, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
+    for place in (0, 1):
+        found = attending.tree_attention(
+            q, keys[:, place:], values[:, place:], bits, lens, v_scale=torch.tensor(0.5)
+        )
+        expected = values[:, place].double().flatten() * 0.5
+        torch.testing.assert_close(
+            found.out.double().flatten(), expected, rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_scales_are_numbers_too(attending):
+    call = make(5, 4, 2, 16, 30)
+    expected = REFERENCE.tree_attention(**call, scale=0.25 * 0.3)
+    tensors = dict(k_scale=torch.tensor([0.3]), v_scale=torch.tensor([2.0]))
+    found = attending.tree_attention(**call, **tensors)
+    assert_close(found, expected._replace(out=expected.out * 2), torch.float32)
+    numbers = dict(k_scale=0.3, v_scale=2)
+    assert torch.equal(
+        specdec_ext.tree_attention(**call, **numbers), specdec_ext.tree_attention(**call, **tensors)
+    )
+
+
+# ---- what may be passed --------------------------------------------------------------------------
 
 
 def test_any_strides(attending):
@@ -125,7 +366,7 @@ def test_any_strides(attending):
     turned = call["ancestors"].transpose(0, 1).contiguous().transpose(0, 1)
     narrow = torch.stack([call["seq_lens"]] * 2, 1).int()[:, 1]
     found = attending.tree_attention(**{**call, "ancestors": turned, "seq_lens": narrow})
-    assert torch.equal(found, expected)
+    assert_equal(found, expected)
 
 
 def test_what_lies_behind_the_tree_is_not_read(attending):
@@ -134,7 +375,7 @@ def test_what_lies_behind_the_tree_is_not_read(attending):
     for b, length in enumerate(call["seq_lens"].tolist()):
         for name in ("k_cache", "v_cache"):
             call[name][b, length + 6 :] = math.nan
-    assert torch.equal(attending.tree_attention(**call), expected)
+    assert_equal(attending.tree_attention(**call), expected)
 
 
 @pytest.mark.parametrize("length", [-1, 55, 2**40, -(2**60)])
@@ -143,8 +384,9 @@ def test_a_tree_outside_the_cache(attending, length):
     expected = attending.tree_attention(**call)
     call["seq_lens"][1] = length
     found = attending.tree_attention(**call)
-    assert bool(found[1].isnan().all())
-    assert torch.equal(found[::2], expected[::2])
+    for a, b in zip(found, expected, strict=True):
+        assert bool(a[1].isnan().all())
+        assert torch.equal(a[::2], b[::2])
 
 
 def test_bits_are_what_is_seen(attending):
@@ -156,13 +398,15 @@ def test_bits_are_what_is_seen(attending):
     assert_close(attending.tree_attention(**call), expected, torch.float32)
     call["ancestors"] = bits[..., None] | -(2**5)
     assert_close(attending.tree_attention(**call), expected, torch.float32)
-    assert not expected[0, 2].any() and expected[0, 3].any()
+    assert not expected.out[0, 2].any() and expected.out[0, 3].any()
+    assert (expected.lse[0] == -math.inf).all(1).tolist() == [False, False, True, False, False]
 
 
 def test_nothing_to_attend(attending):
     call = make(5, 4, 2, 16, 20)
     none = {name: value[:0] for name, value in call.items()}
-    assert attending.tree_attention(**none).shape == (0, 5, 4, 16)
+    found = attending.tree_attention(**none)
+    assert found.out.shape == (0, 5, 4, 16) and found.lse.shape == (0, 5, 4)
 
 
 def test_scores_of_any_size(attending):
@@ -178,6 +422,7 @@ def test_outputs_do_not_require_grad():
     call["q"].requires_grad_()
     call["v_cache"].requires_grad_()
     assert not specdec_ext.tree_attention(**call).requires_grad
+    assert not specdec_ext.tree_attention(**call, return_lse=True).lse.requires_grad
 
 
 def test_memory_does_not_grow_with_the_mask():
@@ -195,11 +440,80 @@ def test_memory_does_not_grow_with_the_mask():
                     largest = max(largest, t.untyped_storage().nbytes())
             return out
 
-    for options in ({}, dict(soft_cap=3.0)):
+    table = torch.arange(40_064 // 16)[None]
+    pages = {n: call[n].view(-1, 16, 1, 16) for n in ("k_cache", "v_cache")}
+    for options in ({}, dict(soft_cap=3.0), dict(window=30_000), dict(**pages, block_table=table)):
         with Watch():
-            attention.tree_attention(**call, **options)
-    scores = 64 * 2 * attention.CAPPED_KEYS * 4
+            attention.tree_attention(**{**call, **options})
+    scores = 64 * 2 * attention.BLOCK_KEYS * 4
     assert 0 < largest <= scores < 64 * 40_064
+
+
+# ---- merging ------------------------------------------------------------------------------------
+
+
+def beginning_with(call, first, end):
+    """The call on the places from `first` to `end` of the caches alone."""
+    caches = {name: call[name][:, first:end] for name in ("k_cache", "v_cache")}
+    return {**call, **caches, "seq_lens": call["seq_lens"] - first}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_prefix_attended_to_elsewhere(attending, dtype):
+    call = make(9, 4, 2, 32, 100, dtype=dtype, batch=2)
+    expected, shared = REFERENCE.tree_attention(**call), 40
+    own = attending.tree_attention(**beginning_with(call, shared, None))
+    q, keys, values = (call[name].transpose(1, 2) for name in ("q", "k_cache", "v_cache"))
+    keys, values = (t[:, :, :shared].repeat_interleave(2, 1) for t in (keys, values))
+    scores = (q.double() @ keys.double().transpose(2, 3)) * 32**-0.5
+    elsewhere = (scores.softmax(3) @ values.double()).to(dtype).transpose(1, 2)
+    there = specdec_ext.TreeAttentionResult(elsewhere, scores.logsumexp(3).float().transpose(1, 2))
+    real = (call["ancestors"] != 0).any(2)
+    for both in ((own, there), (there, own)):
+        merged = specdec_ext.merge_attention(*both[0], *both[1])
+        seen = specdec_ext.TreeAttentionResult(*(t[real] for t in merged))
+        assert_close(seen, specdec_ext.TreeAttentionResult(*(t[real] for t in expected)), dtype)
+        # A padding node sees nothing in the tree: all of it is what was seen elsewhere.
+        assert_equal([t[~real] for t in merged], [t[~real] for t in there])
+
+
+def test_merging_by_hand():
+    nothing, nan = -math.inf, math.nan
+    out, other = torch.tensor([[1.0], [2.0], [0.0], [0.0], [5.0]]), torch.full((5, 1), 3.0)
+    lse = torch.tensor([0.0, 1.0, nothing, nothing, nan])
+    other_lse = torch.tensor([0.0, nothing, 2.0, nothing, 1.0])
+    found = specdec_ext.merge_attention(
+        out, lse, other * (other_lse[:, None] != nothing), other_lse
+    )
+    assert found.out.flatten().tolist()[:4] == [2.0, 2.0, 3.0, 0.0] and found.out[4].isnan()
+    expected = torch.tensor([math.log(2), 1.0, 2.0, nothing, nan])
+    torch.testing.assert_close(found.lse, expected, equal_nan=True)
+    # Scores of any size, in any order of the two.
+    large = specdec_ext.merge_attention(out[:1], lse[:1] - 1e30, other[:1], lse[:1] + 1e30)
+    assert large.out.item() == 3.0 and large.lse.item() == pytest.approx(1e30)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(lse=torch.zeros(2, 4)), r"lse must be \[...\] = \[2, 3\] .*, got \[2, 4\]"),
+        (dict(other_out=torch.zeros(2, 3)), r"other_out must be .* = \[2, 3, 4\] .* got \[2, 3\]"),
+        (dict(other_lse=torch.zeros(3)), r"other_lse must be .* = \[2, 3\] .*, got \[3\]"),
+        (
+            dict(lse=torch.zeros(2, 3, dtype=torch.int64)),
+            "lse must be .*floating.*, got torch.int64",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_errors_of_merging(changes, message):
+    out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    call = dict(out=out, lse=lse, other_out=out, other_lse=lse)
+    specdec_ext.merge_attention(**call)
+    with pytest.raises(ValueError, match=f"^merge_attention: {message}"):
+        specdec_ext.merge_attention(**{**call, **changes})
+    with pytest.raises(TypeError, match="^merge_attention: lse must be a Tensor, got NoneType"):
+        specdec_ext.merge_attention(**{**call, "lse": None})
 
 
 # ---- in models ----------------------------------------------------------------------------------
@@ -207,7 +521,14 @@ def test_memory_does_not_grow_with_the_mask():
 
 def compiled_step(call):
     tree = specdec_ext.tree_attention(**call)
-    return tree * 2, specdec_ext.tree_attention(**{**call, "soft_cap": 3.0})
+    capped = specdec_ext.tree_attention(**call, soft_cap=3.0, return_lse=True)
+    caches = {n: call[n].unflatten(1, (-1, 8)).flatten(0, 1) for n in ("k_cache", "v_cache")}
+    table = torch.arange(caches["k_cache"].shape[0]).view(call["q"].shape[0], -1)
+    paged = specdec_ext.tree_attention(
+        **{**call, **caches}, block_table=table, window=3, k_scale=0.5
+    )
+    merged = specdec_ext.merge_attention(*capped, tree, capped.lse)
+    return tree * 2, *capped, paged, *merged
 
 
 def test_compiled():

@@ -291,11 +291,12 @@ def test_smoke(mode, tmp_path, capsys):
 # ---- tree attention ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("cache", ["", "paged", "float8"])
 @pytest.mark.parametrize("dtype", bench_trees.DTYPES)
-def test_contestants_of_tree_attention_agree(dtype):
-    setting = bench_trees.Setting(2, 9, 4, 2, 40, dtype, True)
+def test_contestants_of_tree_attention_agree(dtype, cache):
+    setting = bench_trees.Setting(2, 9, 4, 2, 40, dtype, True, cache)
     call = bench_trees.make_call(setting, torch.device("cpu"))
-    expected = reference.tree_attention(**call)
+    expected = reference.tree_attention(**call).out
     padding = (call["ancestors"] == 0).all(2)
     assert padding.any()
     found = bench_trees.contestants(setting, call)
@@ -315,7 +316,7 @@ def test_table_of_tree_attention(monkeypatch):
     cells = bench_trees.table([record]).splitlines()[2].split("|")
     assert setting.label() in cells[1] and cells[4].strip() == "-"
     assert cells[6].strip() == ("PASS" if record["ratio"] >= 1.0 else "FAIL")
-    assert [s.dtype for s in bench_trees.grid(True, torch.device("cuda"))] == ["bfloat16"] * 3
+    assert [s.dtype for s in bench_trees.grid(True, torch.device("cuda"))] == ["bfloat16"] * 5
 
 
 def fails_to_compile(*args, **kwargs):

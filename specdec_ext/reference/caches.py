@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import STATUS_INVALID_TREE, STATUS_PARAMETER_OUT_OF_RANGE, TreeMaskResult
+from specdec_ext.contract import (
+    STATUS_INVALID_TREE,
+    STATUS_PARAMETER_OUT_OF_RANGE,
+    TreeAttentionResult,
+    TreeMaskResult,
+)
 from specdec_ext.reference.laws import INF, NAN
 
 __all__ = [
@@ -72,6 +77,21 @@ def compact_kv(
     return torch.tensor(status, dtype=torch.int32, device=k_cache.device)
 
 
+def _cached(cache: Tensor, b: int, block_table: Tensor | None, begin: int, end: int) -> Tensor:
+    """Give the places [begin, end) of a request, float64; IndexError: a page is no block."""
+    if block_table is None:
+        return cache[b, begin:end].double()
+    blocks, size = cache.shape[:2]
+    table = block_table[b].tolist()
+    found = cache.new_empty((end - begin, *cache.shape[2:]), dtype=torch.float64)
+    for place in range(begin, end):
+        block = table[place // size]
+        if not 0 <= block < blocks:
+            raise IndexError(f"page {place // size} must be in [0, {blocks}), got {block}")
+        found[place - begin] = cache[block, place % size].double()
+    return found
+
+
 @torch.no_grad()
 def tree_attention(
     q: Tensor,
@@ -80,27 +100,47 @@ def tree_attention(
     ancestors: Tensor,
     seq_lens: Tensor,
     *,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
-) -> Tensor:
+    window: int = 0,
+) -> TreeAttentionResult:
     """Softmax over the prefix and the ancestors; see `specdec_ext.tree_attention`."""
     nodes, heads, size = q.shape[1:]
     node = torch.arange(nodes, device=q.device)
-    out = torch.full(q.shape, NAN, dtype=q.dtype, device=q.device)
+    out = torch.full((*q.shape[:3], v_cache.shape[3]), NAN, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:3], NAN, dtype=torch.float32, device=q.device)
+    places = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     for b, start in enumerate(seq_lens.tolist()):
-        if not 0 <= start <= k_cache.shape[1] - nodes:
+        if not 0 <= start <= places - nodes:
             continue
         group = heads // k_cache.shape[2]
-        keys, values = (
-            held[b, : start + nodes].double().repeat_interleave(group, dim=1)
-            for held in (k_cache, v_cache)
-        )
+        first = max(0, start - window + 1) if window > 0 else 0
+        try:
+            keys, values = (
+                (
+                    _cached(held, b, block_table, first, start + nodes)
+                    * (1.0 if factor is None else factor.double()[..., None])
+                ).repeat_interleave(group, dim=1)
+                for held, factor in ((k_cache, k_scale), (v_cache, v_scale))
+            )
+        except IndexError:
+            continue
         scores = torch.einsum("nhd,lhd->hnl", q[b].double(), keys)
         scores *= size**-0.5 if scale is None else scale
         if soft_cap > 0:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         seen = (ancestors[b][:, node // 64] >> (node % 64) & 1).bool()
-        scores[:, :, start:].masked_fill_(~seen, -INF)
-        found = torch.einsum("hnl,lhd->nhd", scores.softmax(2), values)
-        out[b] = torch.where(seen.any(1)[:, None, None], found, 0.0).to(q.dtype)
-    return out
+        scores[:, :, start - first :].masked_fill_(~seen, -INF)
+        scores[:, ~seen.any(1)] = -INF  # padding
+        if window > 0:
+            depth = seen.sum(1) - 1
+            position = torch.cat([torch.arange(first, start, device=q.device), start + depth])
+            scores.masked_fill_((start + depth)[:, None] - position >= window, -INF)
+        log_sum = scores.logsumexp(2)
+        weights = (scores - log_sum.nan_to_num(neginf=0.0)[..., None]).exp()
+        out[b] = torch.einsum("hnl,lhd->nhd", weights, values).to(q.dtype)
+        lse[b] = log_sum.T
+    return TreeAttentionResult(out, lse)
