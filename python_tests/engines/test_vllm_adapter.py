@@ -168,7 +168,7 @@ class Batch:
         ).tokens  # fmt: skip
 
     def forward(self, sampler, step, **sampling):
-        sampler.specdec_step = step
+        sampler.specdec.step = step
         given = Sampling(self.temperature, **sampling)
         return sampler.forward(self.metadata, None, self.logits, given)
 
@@ -317,7 +317,7 @@ def test_a_batch_without_drafts():
 def test_all_greedy():
     batch = Batch()
     ours = sampler()
-    ours.specdec_step = batch.step()
+    ours.specdec.step = batch.step()
     output = ours.forward(batch.metadata, None, batch.logits, Sampling(None))
     assert torch.equal(output.sampled_token_ids.long(), batch.expected("greedy"))
 
@@ -356,7 +356,7 @@ def test_processors_work_on_copies_of_all_rows(name):
     batch = Batch()
     logits = batch.logits
     ours = sampler()
-    ours.specdec_step = batch.step()
+    ours.specdec.step = batch.step()
     given = Sampling(batch.temperature, **PROCESSORS[name])
     output = ours.forward(batch.metadata, None, logits, given)
     assert torch.equal(logits, batch.logits)
@@ -429,7 +429,7 @@ def test_a_step_of_drawn_drafts():
     batch = Batch()
     order = [2, 0, 3, 1]  # the batch was rearranged since the round
     engine = runner(batch, last=["abcd"[b] for b in order], laws=batch.draft[order])
-    engine.rejection_sampler.specdec_draws_logits = True
+    engine.rejection_sampler.specdec.draws_logits = True
     step = v1.make_step(engine, batch.metadata)
     assert torch.equal(step.positions, batch.positions)
     assert step.kinds is None and step.lengths is None
@@ -453,8 +453,8 @@ def test_a_step_of_probabilities():
 def test_drafts_without_their_laws_do_not_count():
     batch = Batch()
     engine = runner(batch, last=list("abcd"), laws=batch.draft)
-    engine.rejection_sampler.specdec_draws_logits = True
-    engine.rejection_sampler.specdec_outstanding.rows(list("abcd"), ["b", "c", "d"], "abcd")
+    engine.rejection_sampler.specdec.draws_logits = True
+    engine.rejection_sampler.specdec.outstanding.rows(list("abcd"), ["b", "c", "d"], "abcd")
     engine._draft_prob_req_ids = ["b", "c", "d"]
     engine._draft_probs = batch.draft[1:]
     step = v1.make_step(engine, batch.metadata)
@@ -465,7 +465,7 @@ def test_drafts_without_their_laws_do_not_count():
 def test_tokens_chosen_under_a_grammar_are_said_to_be():
     batch = Batch()
     engine = runner(batch, last=list("abcd"), laws=batch.draft, c={"structured_outputs": "grammar"})
-    engine.rejection_sampler.specdec_draws_logits = True
+    engine.rejection_sampler.specdec.draws_logits = True
     step = v1.make_step(engine, batch.metadata)
     assert step.kinds.tolist() == [[1] * 3, [1] * 3, [0] * 3, [1] * 3]
 
@@ -560,7 +560,7 @@ def test_a_round_begins_behind_what_was_emitted():
     v1.make_step(engine, batch.metadata)
     proposer.specdec_runner = engine
     tokens, laws = proposer.propose(**given)
-    assert laws is proposer.logits and engine.rejection_sampler.specdec_draws_logits
+    assert laws is proposer.logits and engine.rejection_sampler.specdec.draws_logits
     # The text before the step, 3 - rejected accepted tokens, and one more.
     positions = batch.positions + 3 - rejected + 1
     for i in range(2):
@@ -571,7 +571,7 @@ def test_a_round_begins_behind_what_was_emitted():
         assert torch.equal(tokens[:, i], expected.tokens)
     # A loop of another drafter draws by itself: these are probabilities.
     assert proposer._sample_from_logits(proposer.logits, given["sampling_metadata"])[1] != laws
-    assert not engine.rejection_sampler.specdec_draws_logits
+    assert not engine.rejection_sampler.specdec.draws_logits
 
 
 def test_min_p_is_refused_where_vllm_refuses_more():

@@ -28,6 +28,16 @@ ENVIRONMENT = {
 }
 
 
+def environment(rule: str, **more: str) -> dict[str, str]:
+    """Give the environment of a process with vLLM, in which it finds this checkout's plugin."""
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # vLLM's kernels are slow without it
+    preload = {"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}
+    here = {"PYTHONPATH": str(ROOT), "SPECDEC_VLLM": rule}
+    # The tests set it for themselves; vLLM would take it for its kernels.
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**kept, **ENVIRONMENT, **preload, **here, **more}
+
+
 def checkpoints(folder: Path) -> Path:
     """Lay out the shipped pair as vLLM wants it: each model with its tokenizer, and an EAGLE head.
 

@@ -9,13 +9,13 @@ draft tokens alone: they are made on the host, in one piece, and kept.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Layouts", "make_layout"]
+__all__ = ["Kept", "Layout", "Layouts", "make_layout"]
 
 
 class Layout(NamedTuple):
@@ -73,21 +73,35 @@ def make_layout(counts: Sequence[int], device: torch.device) -> Layout:
     )
 
 
-class Layouts:
-    """Layouts by the numbers of draft tokens, the last used ones kept."""
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """What was made for a key, the last used ones kept."""
 
     def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
-        self._kept: OrderedDict[tuple[int, ...], Layout] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, ...], T] = OrderedDict()
 
-    def of(self, counts: Sequence[int], device: torch.device) -> Layout:
-        """Find or make the layout of requests with these numbers of draft tokens."""
-        key = tuple(counts)
-        layout = self._kept.get(key)
-        if layout is None:
-            layout = self._kept[key] = make_layout(key, device)
+    def of(self, key: tuple[int, ...], make: Callable[[], T]) -> T:
+        """Find what was made for a key, or make it."""
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
             if len(self._kept) > self._capacity:
                 self._kept.popitem(last=False)
         else:
             self._kept.move_to_end(key)
-        return layout
+        return found
+
+
+class Layouts:
+    """Layouts by the numbers of draft tokens."""
+
+    def __init__(self, capacity: int = 64) -> None:
+        self._kept: Kept[Layout] = Kept(capacity)
+
+    def of(self, counts: Sequence[int], device: torch.device) -> Layout:
+        """Find or make the layout of requests with these numbers of draft tokens."""
+        key = tuple(counts)
+        return self._kept.of(key, lambda: make_layout(key, device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ class Requests:
         states : sequence
             vLLM's states of the requests, with ``req_id`` and ``sampling_params``.
         """
-        same = len(states) == len(self._states) and all(map(_is, states, self._states))
+        same = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
         if not same:
             self._states, self._facts = list(states), self._read(states)
         return self._facts
@@ -77,7 +78,3 @@ class Requests:
             on_device(min_p, torch.float32) if any(min_p) else None,
             on_device(bound, torch.bool) if any(bound) else None,
         )
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b

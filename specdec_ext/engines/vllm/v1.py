@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.engines.vllm.layout import Layout, Layouts
+from specdec_ext.engines.vllm.layout import Kept, Layout, Layouts
 from specdec_ext.engines.vllm.requests import Facts, Requests
 from specdec_ext.engines.vllm.settings import Settings
 
@@ -161,6 +161,8 @@ class Outstanding:
         running : collection of str
             Those that have not ended.
         """
+        if last == batch and not self._drawn:  # nobody came or went
+            return list(range(len(batch)))
         row_of = {request: row for row, request in enumerate(last or ())}
         if len(self._drawn) > len(running):
             self._drawn.intersection_update(running)
@@ -173,6 +175,30 @@ class Outstanding:
 # -------------------------------------------------------------------------------------------------
 # Verification
 # -------------------------------------------------------------------------------------------------
+
+
+class State:
+    """What a rejection sampler keeps from step to step; no attributes of a module, which are slow.
+
+    Attributes
+    ----------
+    step : Step or None
+        Set before each call but the profiling run's.
+    requests : Requests or None
+        Made with the first step.
+    layouts, tables, outstanding
+        What was built for batches before, and whose draft tokens were drawn.
+    draws_logits : bool
+        Whether the last round of drafts was drawn by `Draws`.
+    """
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.requests: Requests | None = None
+        self.layouts = Layouts()
+        self.tables: Kept[DraftTable] = Kept()
+        self.outstanding = Outstanding()
+        self.draws_logits = False
 
 
 def sampler_class(base: Any, output_class: Any, settings: Settings) -> Any:
@@ -193,20 +219,15 @@ def sampler_class(base: Any, output_class: Any, settings: Settings) -> Any:
 
         def __init__(self, sampler: Any, spec_config: Any = None, device: Any = None) -> None:
             super().__init__(sampler, spec_config, device)
-            self.specdec_step: Step | None = None  # set before each call but the profiling run's
-            self.specdec_requests: Requests | None = None
-            self.specdec_layouts = Layouts()
-            self.specdec_outstanding = Outstanding()
-            self.specdec_draws_logits = False  # whether the last round was drawn by `Draws`
-            self._specdec_no_drafts: dict[int, Tensor] = {}
+            self.specdec = State()
 
         def forward(
             self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any
         ) -> Any:
             if self.synthetic_mode:  # it is to accept at a rate that was set, whatever the laws are
                 return super().forward(metadata, draft_probs, logits, sampling_metadata)
-            layout = self.specdec_layouts.of(metadata.num_draft_tokens, logits.device)
-            step, self.specdec_step = self.specdec_step, None
+            layout = self.specdec.layouts.of(metadata.num_draft_tokens, logits.device)
+            step, self.specdec.step = self.specdec.step, None
             if step is None:
                 step = _profiling_step(layout, draft_probs)
             source = self._specdec_processed(metadata, logits, sampling_metadata)
@@ -342,7 +363,7 @@ def _report(status: Tensor) -> None:
 
 
 def _is_ours(sampler: Any) -> bool:
-    return getattr(sampler, "specdec_layouts", None) is not None and not sampler.synthetic_mode
+    return hasattr(sampler, "specdec") and not sampler.synthetic_mode
 
 
 def make_step(runner: Any, metadata: Any) -> Step:
@@ -355,43 +376,79 @@ def make_step(runner: Any, metadata: Any) -> Step:
     metadata : SpecDecodeMetadata
         vLLM's, of this step.
     """
-    sampler, ids = runner.rejection_sampler, runner.input_batch.req_ids
-    if sampler.specdec_requests is None:
-        sampler.specdec_requests = Requests(runner.model_config.seed, runner.device)
-    facts = sampler.specdec_requests.facts([runner.requests[request] for request in ids])
-    layout = sampler.specdec_layouts.of(metadata.num_draft_tokens, runner.device)
+    state: State = runner.rejection_sampler.specdec
+    ids = runner.input_batch.req_ids
+    if state.requests is None:
+        state.requests = Requests(runner.model_config.seed, runner.device)
+    facts = state.requests.facts([runner.requests[request] for request in ids])
+    layout = state.layouts.of(metadata.num_draft_tokens, runner.device)
     # Exact on the device also where the host does not know yet what was accepted.
     positions = runner.seq_lens[: len(ids)] - layout.lengths
     step = Step(facts, positions)
     laws = runner._draft_probs
     last = None if laws is None else runner._draft_prob_req_ids
-    rows = sampler.specdec_outstanding.rows(last, ids, runner.requests)
-    if max(rows, default=CHOSEN) == CHOSEN and min(rows, default=CHOSEN) == CHOSEN:
+    rows = state.outstanding.rows(last, ids, runner.requests)
+    if rows.count(CHOSEN) == len(rows):
         return step
-    return _with_laws(step, layout, rows, laws, sampler.specdec_draws_logits)
+    gamma, width = layout.draft_slots.shape[1], 0 if laws is None else laws.shape[1]
+    key = (*rows, gamma, width)
+    table = state.tables.of(key, lambda: make_table(rows, gamma, width, runner.device))
+    return _with_laws(step, layout, table, laws, state.draws_logits)
+
+
+class DraftTable(NamedTuple):
+    """Index tensors that follow from where the requests' laws are.
+
+    Attributes
+    ----------
+    rows : Tensor
+        ``[B, G]`` int64, in the laws of the last round, ``[B' * width, V]``.
+    drawn : Tensor or None
+        ``[B]`` bool; None: the tokens of all requests were drawn.
+    kept : Tensor or None
+        ``[B]`` bool: the draft counts; None: all do.
+    """
+
+    rows: Tensor
+    drawn: Tensor | None
+    kept: Tensor | None
+
+
+def make_table(rows: Sequence[int], gamma: int, width: int, device: torch.device) -> DraftTable:
+    """Make the index tensors of requests whose laws are the given rows, `CHOSEN` or `LOST`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from specdec_ext.engines.vllm.v1 import LOST, make_table
+    >>> table = make_table([1, LOST], 2, 4, torch.device("cpu"))
+    >>> table.rows, table.kept
+    (tensor([[4, 5],
+            [0, 1]]), tensor([ True, False]))
+    """
+    row = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    lane = torch.arange(gamma, device=device)
+    return DraftTable(
+        row.clamp(min=0)[:, None] * width + lane,
+        row != CHOSEN if CHOSEN in rows else None,
+        row != LOST if LOST in rows else None,
+    )
 
 
 def _with_laws(
-    step: Step, layout: Layout, rows: Sequence[int], laws: Tensor | None, are_logits: bool
+    step: Step, layout: Layout, table: DraftTable, laws: Tensor | None, are_logits: bool
 ) -> Step:
     """Add where the drafts' laws are, which tokens were chosen, and which drafts must not count."""
-    device = layout.lengths.device
-    gamma = layout.draft_slots.shape[1]
-    row = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    lengths = torch.where(row == LOST, 0, layout.lengths) if LOST in rows else None
-    if laws is None or gamma == 0:
+    lengths = None if table.kept is None else layout.lengths * table.kept
+    if laws is None or table.rows.shape[1] == 0:
         return step._replace(lengths=lengths)
-    lane = torch.arange(gamma, device=device)
-    draft = DraftRows(
-        laws.flatten(0, 1), row.clamp(min=0)[:, None] * laws.shape[1] + lane, are_logits
-    )
-    bound = step.facts.bound
+    drawn, bound = table.drawn, step.facts.bound
+    if bound is not None and are_logits:
+        drawn = ~bound if drawn is None else drawn & ~bound
     kinds = None
-    if CHOSEN in rows or bound is not None:
-        drawn = row != CHOSEN
-        if bound is not None and are_logits:
-            drawn &= ~bound
-        kinds = drawn.to(torch.int8)[:, None].expand(-1, gamma)
+    if drawn is not None:
+        kinds = drawn.to(torch.int8)[:, None].expand(table.rows.shape)
+    draft = DraftRows(laws.flatten(0, 1), table.rows, are_logits)
     return step._replace(draft=draft, kinds=kinds, lengths=lengths)
 
 
@@ -399,7 +456,7 @@ def _wrap_sample(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         if spec_decode_metadata is not None and _is_ours(self.rejection_sampler):
-            self.rejection_sampler.specdec_step = make_step(self, spec_decode_metadata)
+            self.rejection_sampler.specdec.step = make_step(self, spec_decode_metadata)
             self.drafter.specdec_runner = self  # which vLLM's drafters do not know
         return inner(self, logits, spec_decode_metadata)
 
@@ -427,7 +484,7 @@ def _wrap_propose(inner: Callable[..., Any], settings: Settings) -> Callable[...
         if self._enable_probabilistic_draft_probs:
             given = signature.bind(self, *args, **kwargs).arguments
             self.specdec_draws = _round(runner, given, settings)
-        runner.rejection_sampler.specdec_draws_logits = True
+        runner.rejection_sampler.specdec.draws_logits = True
         try:
             return inner(self, *args, **kwargs)
         finally:
@@ -443,7 +500,7 @@ def _round(runner: Any, given: dict[str, Any], settings: Settings) -> Draws:
     rejected = given.get("num_rejected_tokens_gpu")
     if rejected is not None:
         positions -= rejected[: len(states)]
-    return Draws(settings, runner.rejection_sampler.specdec_requests.facts(states), positions)
+    return Draws(settings, runner.rejection_sampler.specdec.requests.facts(states), positions)
 
 
 def _wrap_sample_from_logits(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -454,7 +511,7 @@ def _wrap_sample_from_logits(inner: Callable[..., Any]) -> Callable[..., Any]:
             runner = getattr(self, "specdec_runner", None)
             if draws is None and runner is not None:
                 # A drafter with a loop of its own: probabilities, drawn by vLLM.
-                runner.rejection_sampler.specdec_draws_logits = False
+                runner.rejection_sampler.specdec.draws_logits = False
             return inner(self, logits, sampling_metadata)
         return draws.draw(logits, sampling_metadata), logits
 
