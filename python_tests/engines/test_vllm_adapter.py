@@ -644,9 +644,7 @@ class Batch2(Batch):
             sampling_states=self.states(**filters),
             needs_logits_processing=np.ones(6, bool),
             logits_processors=[processor] if processor else [],
-            thinking_budget_state=SimpleNamespace(
-                use_thinking_budget=np.zeros(6, bool), apply=lambda *a: None
-            ),
+            thinking_budget_state=SimpleNamespace(enabled=False, apply=lambda *a: None),
             logprobs_mode="raw_logprobs",
             return_sampling_mask=False,
         )

@@ -202,7 +202,8 @@ def _has_processors(sampler: Any, slot_np: Any) -> bool:
         known.get(type(p).__name__, lambda _: np.ones(1 + np.max(slot_np), bool))(p)
         for p in sampler.logits_processors
     ]
-    uses.append(sampler.thinking_budget_state.use_thinking_budget)
+    if sampler.thinking_budget_state.enabled:
+        uses.append(sampler.thinking_budget_state.use_thinking_budget)
     return any(np.any(use[slot_np]) for use in uses)
 
 
