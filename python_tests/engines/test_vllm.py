@@ -425,3 +425,5 @@ def test_v2_under_tritons_interpreter(models, rule, drafter):
     if rule == "coupled":  # the other runner, another draft: the same texts
         other = run(models, "coupled", "draft", "small", gamma=2)
         assert ours["first"]["tokens"] == other["first"]["tokens"]
+    if drafter == "drawn":
+        assert ours["first"]["accepted"] > 0

@@ -725,6 +725,44 @@ def test_v2_a_token_that_a_grammar_forbids_is_rejected_not_dropped():
     assert (tokens[0, 1:] == -1).all()
 
 
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_v2_draws_drafts_by_their_round(rule):
+    batch = Batch2(counts=(3, 3, 3, 3))
+    cached = []
+
+    def gumbel_sample(
+        logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting,
+        logits_cache=None, logits_cache_col=None,
+    ):  # fmt: skip
+        cached.append(logits_cache)
+        return torch.full((len(logits),), 7)
+
+    draw = v2._wrap_gumbel_sample(gumbel_sample, Settings(rule))
+    states, cache = batch.states(), torch.empty(6, 3, V)
+
+    def drawn(slots, i, cache):
+        return draw(
+            batch.draft[: len(slots), i], slots, states.temperature.gpu, states.seeds.gpu,
+            batch.positions[: len(slots)] - 1 + i, apply_temperature=True, is_drafting=True,
+            logits_cache=cache, logits_cache_col=torch.tensor(i),
+        )  # fmt: skip
+
+    tokens = [drawn(batch.slots, i, cache) for i in range(3)]
+    assert all(c is cache for c in cached) and len(cached) == 3
+    for i in range(3):
+        race = rule == "coupled"
+        expected = specdec_ext.sample(
+            batch.draft[:, i],
+            seeds=batch.seeds,
+            positions=batch.positions + i if race else batch.positions * 65536 + i,
+            temperature=batch.temperature,
+            domain=3 if race else 2,
+        )
+        assert torch.equal(tokens[i], expected.tokens)
+    drawn(torch.tensor([-1, 0, 2, 3]), 0, cache)  # padding is drawn for, and read nowhere
+    assert drawn(batch.slots, 0, None).tolist() == [7] * 4  # no law is kept: vLLM's affair
+
+
 def test_v2_leaves_set_rates_and_watermarks_to_vllm():
     for name in ("synthetic_conditional_rates", "watermark_key"):
         base = type("Set", (Base2,), {name: 5})

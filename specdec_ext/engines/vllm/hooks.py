@@ -107,6 +107,13 @@ HOOKS = (
         "self logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np "
         "expanded_idx_mapping expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled",
     ),
+    Hook(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "gumbel_sample",
+        "logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting "
+        "logits_cache logits_cache_col use_fp64 logits_cache_source",
+    ),
+    Hook("vllm.v1.worker.gpu.sample.sampler", "Sampler.__call__", "self logits input_batch"),
     # ... and what is called or read.
     Hook(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler",

@@ -1,12 +1,13 @@
-"""The V2 model runner (the default where Triton is): its rejection sampler.
+"""The V2 model runner (the default where Triton is): its rejection sampler and its drafting.
 
-It has seeds, positions and the draft's logits on the device, and draws drafts from the requests'
-seeds itself. Batches are described on the device alone, and so is the layout here.
+It has seeds, positions and the draft's logits on the device. Batches are described on the device
+alone, and so is the layout here.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from specdec_ext.engines.vllm.settings import Settings
 
-__all__ = ["drafted_tokens", "install", "sampler_class"]
+__all__ = ["draft_positions", "drafted_tokens", "install", "sampler_class"]
 
 #: The fields of vLLM's `LogitsContext` in the order in which its sampler takes them.
 _CONTEXT = (
@@ -222,12 +223,69 @@ def _wrap_call(inner: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
+def draft_positions(before: Tensor, step: Tensor, is_race: bool) -> Tensor:
+    """Give positions for `specdec_ext.sample` that make each draft token's randomness its own.
+
+    vLLM keys a draft token by its place in the text. The next round drafts for some of these places
+    again, and which it drafts for depends, under "block", on what was drawn for them: the same
+    numbers would bias the text. So a draft token is keyed by where its round begins, and its place
+    in the round; the place is a tensor here, which ``draft_index`` cannot be. Races alone are keyed
+    by the place in the text.
+
+    Parameters
+    ----------
+    before : Tensor
+        ``[B]`` integers, the position before each drafted token.
+    step : Tensor
+        ``[B]`` or ``[]`` integers, which token of its round each is.
+    is_race : bool
+        Whether the rule races.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from specdec_ext.engines.vllm.v2 import draft_positions
+    >>> draft_positions(torch.tensor([9, 10]), torch.tensor([0, 1]), True)
+    tensor([10, 11])
+    >>> draft_positions(torch.tensor([9, 10]), torch.tensor([0, 1]), False) - 10 * 2**16
+    tensor([0, 1])
+    """
+    place = before.to(torch.int64) + 1
+    return place if is_race else (place - step) * 2**16 + step
+
+
+def _wrap_gumbel_sample(inner: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
+    signature = inspect.signature(inner)
+
+    @functools.wraps(inner)
+    def gumbel_sample(*args: Any, **kwargs: Any) -> Any:
+        sampled = inner(*args, **kwargs)  # it also puts the logits where verification finds them
+        given = signature.bind(*args, **kwargs).arguments
+        step = given.get("logits_cache_col")
+        if not given["is_drafting"] or given.get("logits_cache") is None or step is None:
+            return sampled
+        slot = given["expanded_idx_mapping"].to(torch.int64).clamp(min=0)  # -1: padding
+        tokens, _ = torch.ops.specdec.sample(
+            given["logits"],
+            seeds=given["seed"][slot],
+            positions=draft_positions(given["pos"], step, settings.traits.races),
+            domain=settings.draft_domain,
+            temperature=given["temperature"][slot],
+        )
+        # A row of NaN gives -1, which is no token; verify ends the draft at such a row.
+        return tokens.clamp_(min=0)
+
+    return gumbel_sample
+
+
 def install(settings: Settings) -> None:
     """Put everything in place; the engine must not have been built yet."""
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
     from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode import speculator
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+    speculator.gumbel_sample = _wrap_gumbel_sample(speculator.gumbel_sample, settings)
     model_runner.RejectionSampler = sampler_class(RejectionSampler, LogitsContext, settings)
     Sampler.__call__ = _wrap_call(Sampler.__call__)
