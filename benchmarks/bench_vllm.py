@@ -87,7 +87,9 @@ class Call:
         tokens = probs.flatten(0, 1).multinomial(1, generator=generator)[:, 0]
         if not params["temperature"]:
             tokens = self.draft.flatten(0, 1).argmax(-1)
-        self.probs, self.logits = probs.flatten(0, 1), rows.flatten(0, 1)
+        drawn = bool(params["temperature"])  # an engine keeps no laws where all are greedy
+        self.probs = probs.flatten(0, 1) if drawn else None
+        self.logits = rows.flatten(0, 1)
         each = torch.arange(batch)
         inner = (each[:, None] * (GAMMA + 1) + torch.arange(GAMMA)).flatten()
         self.metadata = SpecDecodeMetadata(
@@ -112,7 +114,7 @@ class Call:
             requests={n: SimpleNamespace(req_id=n, sampling_params=None) for n in names},
             device=torch.device("cpu"),
             seq_lens=torch.full((batch,), 100, dtype=torch.int32),
-            _draft_probs=self.draft,
+            _draft_probs=self.draft if drawn else None,
             _draft_prob_req_ids=names,
         )
         self.make_step = make_step
