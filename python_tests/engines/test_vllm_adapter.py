@@ -510,6 +510,10 @@ def test_under_a_grammar_the_likeliest_token_is_drafted():
     tokens = draws.draw(batch.draft[:, 0], Sampling(batch.temperature))
     assert torch.equal(tokens[bound], batch.draft[bound, 0].argmax(-1))
     assert torch.equal(tokens[~bound], batch.tokens[~bound, 0])
+    races = v1.Draws(Settings("coupled"), facts, batch.positions)
+    raced = races.draw(batch.draft[:, 0], Sampling(batch.temperature))
+    batch.draw(domain=3)
+    assert torch.equal(raced, batch.tokens[:, 0])
 
 
 def test_a_draft_row_of_nan_gives_a_token():

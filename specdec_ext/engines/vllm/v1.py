@@ -83,12 +83,14 @@ class Draws:
 
     The target's temperature and filters apply to the draft as well. Where a grammar binds a text,
     vLLM's scheduler cuts the draft before the first token that the grammar forbids; a token that
-    was drawn must not be dropped for its value, so that there the likeliest token is taken.
+    was drawn must not be dropped for its value, so that there the likeliest token is taken (but not
+    for races, whose outcome no draft can change).
     """
 
     def __init__(self, settings: Settings, facts: Facts, positions: Tensor) -> None:
         self._domain = settings.draft_domain
         self._facts = facts
+        self._bound = None if settings.traits.races else facts.bound
         self._positions = positions
         self._index = 0
 
@@ -107,7 +109,7 @@ class Draws:
         Tensor
             ``[B * K]`` int64.
         """
-        seeds, bound = self._facts.seeds, self._facts.bound
+        seeds = self._facts.seeds
         per_request, left = divmod(len(logits), max(len(seeds), 1))
         if left:
             raise ValueError(
@@ -115,8 +117,8 @@ class Draws:
                 f"got {list(logits.shape)}"
             )
         temperature = sampling.temperature
-        if bound is not None:
-            temperature = torch.where(bound, 0.0, temperature)
+        if self._bound is not None:
+            temperature = torch.where(self._bound, 0.0, temperature)
         drawn = []
         for k in range(per_request):
             tokens, _ = torch.ops.specdec.sample(
