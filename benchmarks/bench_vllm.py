@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -333,28 +332,47 @@ def per_round(result: dict[str, Any]) -> float:
     return round(result["accepted"] / max(result["drafts"], 1), 2)
 
 
-def in_a_process(job: dict[str, Any], rule: str) -> dict[str, Any]:
-    """Run `run_engine` elsewhere: an engine takes a process for itself."""
+def in_a_process(job: dict[str, Any], rule: str) -> Any:
+    """Run a job elsewhere: an engine takes a process for itself, and vLLM an environment."""
     with tempfile.TemporaryDirectory() as place:
         asked, answer = Path(place) / "job.json", Path(place) / "result.json"
         asked.write_text(json.dumps(job))
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         variables = vllm_process.environment(rule, **threads)
-        command = [sys.executable, __file__, "--engine", asked, answer]
+        command = [sys.executable, __file__, "--job", asked, answer]
         subprocess.run(command, env=variables, check=True)
-        result: dict[str, Any] = json.loads(answer.read_text())
-    return result
+        return json.loads(answer.read_text())
+
+
+def run_job(job: dict[str, Any]) -> Any:
+    """Do what `in_a_process` was asked for."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if "llm" in job:
+        return run_engine(job)
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    repair()
+    return {"sampler": time_samplers, "overhead": time_overhead}[job["what"]](
+        tuple(job["batches"]), job["budget"]
+    )
 
 
 # -------------------------------------------------------------------------------------------------
 # Command line
 # -------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    "overhead": lambda args: time_overhead(BATCHES, args.budget),
-    "sampler": lambda args: time_samplers(BATCHES, args.budget),
-    "step": lambda args: time_steps(BATCHES, args.tokens),
-}
+KINDS = ("overhead", "sampler", "step")
+
+
+def measured(what: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Give the records of one of `KINDS`."""
+    if what == "step":
+        return time_steps(tuple(args.batches), args.tokens)
+    job = {"what": what, "batches": args.batches, "budget": args.budget}
+    records: list[dict[str, Any]] = in_a_process(job, "")
+    return records
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -384,28 +402,20 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure, print, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--what", choices=list(KINDS), action="append", help="default: all")
+    parser.add_argument("--what", choices=KINDS, action="append", help="default: all")
     parser.add_argument("--budget", type=float, default=6.0, help="seconds a cell")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--tokens", type=int, default=48, help="of each request of an engine")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="a record: this path with .csv, .json and .md")
-    parser.add_argument("--engine", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--job", nargs=2, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.engine:
-        job, answer = args.engine
-        answer.write_text(json.dumps(run_engine(json.loads(job.read_text()))))
+    if args.job:
+        job, answer = args.job
+        answer.write_text(json.dumps(run_job(json.loads(job.read_text()))))
         return
-    for name, value in vllm_process.ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    chosen = args.what or list(KINDS)
-    if set(chosen) & {"overhead", "sampler"}:
-        from vllm.platforms import current_platform
-
-        current_platform.import_kernels()
-        current_platform.register_triton_kernel_overrides()
-        repair()
-    records = [line for what in chosen for line in KINDS[what](args)]
+    records = [line for what in args.what or KINDS for line in measured(what, args)]
     print(table(records))
     if args.out:
         import vllm

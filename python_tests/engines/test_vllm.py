@@ -223,7 +223,11 @@ COUPLED: list[tuple[str, int, dict[str, Any]]] = [
     ("drawn", 4, {}),
     ("drawn", 3, {"max_num_seqs": 1}),
     # Prompts come in pieces, beside requests that decode.
-    ("drawn", 4, {"max_num_seqs": 3, "max_num_batched_tokens": 32}),
+    (
+        "drawn",
+        4,
+        {"max_num_seqs": 3, "max_num_batched_tokens": 32, "enable_chunked_prefill": True},
+    ),
     ("suffix", 8, {"max_num_seqs": 2}),
 ]
 
@@ -408,6 +412,21 @@ def test_a_server_answers_an_openai_client(models, tmp_path):
         line for line in metrics.splitlines() if "spec_decode_num_accepted_tokens_total{" in line
     ]
     assert accepted and float(accepted[0].split()[-1]) > 0
+
+
+def test_the_benchmark_runs(tmp_path):
+    script = vllm_process.ROOT / "benchmarks" / "bench_vllm.py"
+    words = ["--what", "overhead", "--what", "sampler", "--batches", "1", "--budget", "0.1"]
+    done = subprocess.run(
+        [sys.executable, script, *words, "--out", tmp_path / "record"],
+        env=vllm_process.environment(""),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [line["what"] for line in record["records"]] == ["overhead"] + 4 * ["sampler"]
+    assert all(line["ours_ms"] > 0 for line in record["records"])
 
 
 # --- the V2 model runner --------------------------------------------------------------------------
