@@ -460,6 +460,8 @@ def _wrap_sample(inner: Callable[..., Any]) -> Callable[..., Any]:
         if spec_decode_metadata is not None and _is_ours(self.rejection_sampler):
             self.rejection_sampler.specdec.step = make_step(self, spec_decode_metadata)
             self.drafter.specdec_runner = self  # which vLLM's drafters do not know
+            # Nobody draws from them; winding one back after a piece of a prompt fails on CPUs.
+            self.input_batch.generators.clear()
         return inner(self, logits, spec_decode_metadata)
 
     return _sample
