@@ -223,6 +223,11 @@ def cuobjdump() -> Path | None:
 
 def kernels(library: Path, arch: int) -> list[Kernel]:
     """Read the kernels that a library or object file has for an architecture (90: sm_90)."""
+    return list(kernels_by_symbol(library, arch).values())
+
+
+def kernels_by_symbol(library: Path, arch: int) -> dict[str, Kernel]:
+    """Read them by their mangled names."""
     program = cuobjdump()
     if program is None:
         raise FileNotFoundError("cuobjdump: neither a CUDA toolkit nor Triton has it here")
@@ -232,9 +237,10 @@ def kernels(library: Path, arch: int) -> list[Kernel]:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     usage = dict(_usages(dump("-res-usage")))
-    return [
-        Kernel(_readable(symbol), *usage[symbol], code) for symbol, code in _codes(dump("-sass"))
-    ]
+    return {
+        symbol: Kernel(_readable(symbol), *usage[symbol], code)
+        for symbol, code in _codes(dump("-sass"))
+    }
 
 
 def _usages(text: str) -> Iterator[tuple[str, tuple[int, int, int]]]:

@@ -110,33 +110,42 @@ SPECDEC_HD void finish_with_target(Request* r, const LawRow& target, const NodeF
   r->draw.token = facts.winner;
 }
 
-// Takes a request through node i; sets progress->active to whether it goes on to node i + 1.
-// `report`: write accept_probs and logprobs too.
-SPECDEC_HD void visit(const VerifyParams& p, Request* r, Progress* progress, int64_t i,
-                      const NodeFacts& facts, const LawRow& target, const LawRow& draft,
-                      bool report) {
-  progress->active = false;
-  if (facts.ends || !facts.usable) {
-    if (!facts.usable) r->status |= kNoDraftLaw;
-    if (!progress->decided) finish_with_target(r, target, facts);
-    return;
-  }
-  if (report) p.accept_probs[r->b * p.gamma + i] = static_cast<float>(facts.verdict.probability);
-  if (progress->decided) {
-    progress->active = true;
-  } else if (facts.verdict.accepted) {
-    if (report) p.logprobs[r->b * (p.gamma + 1) + i] = facts.log_p;
-    r->accepted = i + 1;
-    progress->active = true;
+// Whether there is no token after a node that could be tried.
+SPECDEC_HD bool is_over(const NodeFacts& facts) { return facts.ends || !facts.usable; }
+
+// Decides a request that goes down no further than node i.
+SPECDEC_HD void stop_at(const VerifyParams& p, Request* r, int64_t i, const NodeFacts& facts,
+                        const LawRow& target, const LawRow& draft) {
+  r->accepted = i;
+  if (is_over(facts) || !reads_draft_law(p.rule) || r->greedy) {
+    finish_with_target(r, target, facts);  // typical draws from p; a point mass has nothing else
   } else {
-    if (reads_draft_law(p.rule) && !r->greedy) {
-      draw_from_residual(r, target, draft, column_at(p, r->b, i), facts.sampled, 1.0);
-    } else {
-      finish_with_target(r, target, facts);  // typical draws from p; a point mass has nothing else
-    }
-    progress->decided = true;
-    progress->active = p.full_accept_probs;
+    draw_from_residual(r, target, draft, column_at(p, r->b, i), facts.sampled, 1.0);
   }
+}
+
+SPECDEC_HD void report_probability(const VerifyParams& p, const Request& r, int64_t i,
+                                   const NodeFacts& facts) {
+  p.accept_probs[r.b * p.gamma + i] = static_cast<float>(facts.verdict.probability);
+}
+
+SPECDEC_HD void report_accepted(const VerifyParams& p, const Request& r, int64_t i,
+                                const NodeFacts& facts) {
+  p.logprobs[r.b * (p.gamma + 1) + i] = facts.log_p;
+}
+
+// Takes a request through node i; sets progress->active to whether it goes on to node i + 1.
+SPECDEC_HD void visit(const VerifyParams& p, Request* r, Progress* progress, int64_t i,
+                      const NodeFacts& facts, const LawRow& target, const LawRow& draft) {
+  const bool over = is_over(facts);
+  if (!facts.usable) r->status |= kNoDraftLaw;
+  if (!over) report_probability(p, *r, i, facts);
+  progress->active = !over;
+  if (progress->decided) return;
+  if (!over && facts.verdict.accepted) return report_accepted(p, *r, i, facts);
+  stop_at(p, r, i, facts, target, draft);
+  progress->decided = true;
+  progress->active = !over && p.full_accept_probs;
 }
 
 // ---- block rule ---

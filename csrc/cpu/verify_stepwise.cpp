@@ -63,7 +63,7 @@ void verify_stepwise(const VerifyParams& p, const ThreadPool& pool, Request* req
       Request& r = requests[active[k]];
       const NodeFacts facts =
           node_facts(p, r, i, step.targets[k], step.drafts[k], step.targets[k].extra);
-      visit(p, &r, &progress[active[k]], i, facts, step.targets[k], step.drafts[k], true);
+      visit(p, &r, &progress[active[k]], i, facts, step.targets[k], step.drafts[k]);
     }
   }
 }

@@ -69,7 +69,7 @@ __device__ void load_pair(const Rows& rows, const LawScratch& s, int64_t r, Pair
 __device__ float thread_overlap(const Pair& pair, int64_t tile) {
   RawTile target_raw, draft_raw;
   load_tile<Layout::kStriped>(pair.target.row, tile, &target_raw);
-  load_tile<Layout::kStriped, true>(pair.draft_by_token, tile, &draft_raw);
+  load_tile<Layout::kStriped, Elements::kAny, true>(pair.draft_by_token, tile, &draft_raw);
   float p[kPerThread], q[kPerThread];
   widen_tile<Layout::kStriped>(pair.target.row, tile, target_raw, p);
   widen_tile<Layout::kStriped>(pair.draft_by_token, tile, draft_raw, q);
@@ -87,9 +87,9 @@ __device__ float thread_overlap(const Pair& pair, int64_t tile) {
 // Grid: (row, split).
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     sum_overlaps(const Rows rows, const LawScratch s, double* tile_sums, int64_t splits) {
+  begin_kernel();
   __shared__ SharedArray<Pair, 1> pair;
-  const int64_t r = blockIdx.x / splits;
-  const int64_t split = blockIdx.x % splits;
+  const auto [r, split] = this_unit(splits);
   load_pair(rows, s, r, pair.data());
   const int64_t tiles = num_tiles(rows.p.target.vocab);
   double overlap = 0.0;
@@ -128,6 +128,12 @@ void acceptance(const AcceptanceParams& given, const Gpu& gpu) {
   const int64_t splits = splits_for(gpu, p.rows, target_tiles);
   launch(gpu, "sum_overlaps", sum_overlaps, p.rows * splits, Rows{p}, s, workspace.at(tile_sums),
          splits);
+}
+
+void load_acceptance(const Loading& load) {
+  load(sum_overlaps);
+  load_laws<Rows>(load);
+  load_map(load);
 }
 
 }  // namespace cuda

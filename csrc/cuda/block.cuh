@@ -5,7 +5,7 @@
 // result is a function of the threads' values alone. Shared memory written before a block
 // collective is visible after it.
 //
-// On the device these wrap CUB; csrc/testing/stand_in_block.h has them for the host.
+// csrc/testing/stand_in_block.h has them for the host.
 #pragma once
 
 #include "launch.cuh"
@@ -15,12 +15,14 @@
 #else
 
 #include <cub/block/block_scan.cuh>
-#include <cub/warp/warp_reduce.cuh>
 
 namespace specdec {
 namespace cuda {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+template <int kLanes, typename T, typename Op>
+__device__ __forceinline__ T reduce_neighbours(T value, Op op);
 
 struct Sum {
   template <typename T>
@@ -43,25 +45,18 @@ struct Smallest {
   }
 };
 
-// The result is in lane 0.
-template <typename T, typename Op>
-__device__ __forceinline__ T reduce_to_first_lane(T value, Op op) {
-  using Reduce = cub::WarpReduce<T>;
-  __shared__ typename Reduce::TempStorage storage[kWarps];
-  return Reduce(storage[threadIdx.x / kWarp]).Reduce(value, op);
-}
-
 template <typename T, typename Op>
 __device__ __forceinline__ T reduce_warp(T value, Op op) {
-  return __shfl_sync(kAllLanes, reduce_to_first_lane(value, op), 0);
+  return reduce_neighbours<kWarp>(value, op);
 }
 
 // Every thread combines the warps' results itself: cub::BlockReduce leaves the result in one
-// thread, and sending it round would cost another trip through shared memory.
+// thread, and sending it round would cost another trip through shared memory. A call: a kernel that
+// searches for a cutoff has it in dozens of places.
 template <typename T, typename Op>
-__device__ __forceinline__ T reduce_block(T value, Op op) {
+__device__ __attribute__((noinline)) T reduce_block(T value, Op op) {
   __shared__ T of_warp[kWarps];
-  const T partial = reduce_to_first_lane(value, op);
+  const T partial = reduce_warp(value, op);
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = partial;
   __syncthreads();
   T total = of_warp[0];
@@ -123,21 +118,35 @@ __device__ __forceinline__ uint64_t block_exclusive_sum(uint64_t value, uint64_t
 namespace specdec {
 namespace cuda {
 
+// Combines the values of kLanes neighbouring lanes, by halves: `op` commutes, so that each of them
+// gets the same bits.
+template <int kLanes, typename T, typename Op>
+__device__ __forceinline__ T reduce_neighbours(T value, Op op) {
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+    value = op(value, __shfl_xor_sync(kAllLanes, value, lanes));
+  }
+  return value;
+}
+
+// warp_sum of 64-bit numbers: three sums of at most 27 bits a lane, for which there is an
+// instruction.
+__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
+  constexpr int kBits = 27;
+  constexpr uint64_t kPart = (uint64_t{1} << kBits) - 1;
+  const auto sum = [](uint64_t part) -> uint64_t {
+    return __reduce_add_sync(kAllLanes, static_cast<unsigned>(part));
+  };
+  return sum(value & kPart) + (sum(value >> kBits & kPart) << kBits) +
+         (sum(value >> 2 * kBits) << 2 * kBits);
+}
+
 // warp_max of a number, by one integer reduction: keys are in the order of the floats. A NaN of
 // positive sign is the largest.
 __device__ __forceinline__ float warp_max_by_key(float value) {
   const int bits = __float_as_int(value);
   const int key = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7FFFFFFF));
   return __int_as_float(key ^ (key >> 31 & 0x7FFFFFFF));
-}
-
-// warp_sum by halves, without shared memory.
-__device__ __forceinline__ float warp_sum_by_halves(float value) {
-#pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, lanes);
-  }
-  return value;
 }
 
 // Adds to a cell in shared memory, which may be read after a barrier. Exact, and the same whatever

@@ -50,6 +50,7 @@ __device__ void move_nodes(const CompactKvParams& p, int64_t b, int64_t k, int64
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads)
     compact(const CompactKvParams p, const CacheRows rows, bool writes_status) {
+  begin_kernel();
   const int64_t row_units = rows.heads * rows.width;
   const int64_t chunks = (row_units + kThreads - 1) / kThreads;
   const int64_t chunk = blockIdx.x % chunks, request = blockIdx.x / chunks;
@@ -72,6 +73,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Rows of no bytes, or no layers: nothing moves, and there still is a status.
 __global__ void __launch_bounds__(kThreads) check_paths(const CompactKvParams p) {
+  begin_kernel();
   const int32_t status = path_status(p, blockIdx.x);
   if (threadIdx.x == 0) p.status[blockIdx.x] = status;
 }
@@ -108,6 +110,11 @@ void compact_kv(const CompactKvParams& p, const Gpu& gpu) {
         compact_cache<uint4>(p, rows, writes_status, gpu);
     }
   }
+}
+
+void load_compact_kv(const Loading& load) {
+  load(check_paths, compact<uint8_t>, compact<uint16_t>, compact<uint32_t>, compact<uint2>,
+       compact<uint4>);
 }
 
 }  // namespace cuda

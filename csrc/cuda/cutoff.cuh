@@ -87,7 +87,7 @@ struct RowSource {
       RawTile raw;
       float x[kPerThread];
       load_tile<Layout::kStriped>(row, tile, &raw);
-      widen_tile<Layout::kStriped, kMasked>(row, tile, raw, x);
+      widen_tile<Layout::kStriped, Elements::kAny, kMasked>(row, tile, raw, x);
       // Masked entries and those past the row have no part in any selection.
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
@@ -317,8 +317,8 @@ __device__ __forceinline__ bool collect_bin(CutoffMemory* memory, const Row& row
 // The lowest logit for which the mass strictly above it is < top_p of the total: first its bin,
 // then a selection among the logits of that bin.
 template <bool kMasked>
-__device__ inline float top_p_in_row(CutoffMemory* memory, const Row& row, const RowLaw& law,
-                                     double top_p) {
+__device__ __attribute__((noinline)) float top_p_in_row(CutoffMemory* memory, const Row& row,
+                                                        const RowLaw& law, double top_p) {
   const Mass mass(law);
   const LogWeightBin bin_of(law);
   clear_histogram(memory);
@@ -389,9 +389,11 @@ __device__ inline bool narrow_candidates(CutoffMemory* memory, const CandidateSo
   return true;
 }
 
+// Where candidates do not fit: rare, hence a call.
 template <bool kMasked>
-__device__ inline void narrow_row(CutoffMemory* memory, const Row& row, const Filters& filters,
-                                  RowLaw* law, double* entropy) {
+__device__ __attribute__((noinline)) void narrow_row(CutoffMemory* memory, const Row& row,
+                                                     const Filters& filters, RowLaw* law,
+                                                     double* entropy) {
   const RowSource<kMasked> source{row};
   if (has_top_k(filters)) {
     select_value(memory, source, static_cast<uint64_t>(filters.top_k), 0, One{}, &law->cutoff);

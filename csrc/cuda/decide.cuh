@@ -22,20 +22,48 @@ using namespace SPECDEC_CPU_ISA;
 
 // ---- stepwise rules ---
 
+// The lowest lane in a ballot, kWarp if there is none.
+__device__ int lowest_lane(unsigned ballot) { return ballot != 0 ? __ffs(ballot) - 1 : kWarp; }
+
+// Nodes [base, base + kNodesAtOnce) of a request, a lane a node: what `visit` of core/chain.h does
+// one by one. Whether the request goes on behind them. Collective over a full warp.
+__device__ bool pass_nodes(const VerifyParams& p, const Scratch& s, Request* r, int64_t base,
+                           const NodeFacts* facts, bool* decided) {
+  static_assert(kNodesAtOnce == kWarp, "a lane a node");
+  const int lane = static_cast<int>(threadIdx.x);
+  const NodeFacts& node = facts[lane];
+  const bool over = base + lane > r->drafted || is_over(node);
+  const int end = lowest_lane(__ballot_sync(kAllLanes, over));
+  const bool fails = over || *decided || !node.verdict.accepted;
+  const int stop = lowest_lane(__ballot_sync(kAllLanes, fails));
+  const bool all = *decided || p.full_accept_probs;
+  if (lane < end && (lane <= stop || all)) report_probability(p, *r, base + lane, node);
+  if (lane < stop) report_accepted(p, *r, base + lane, node);
+  if (stop == kWarp) return true;
+  if (lane == 0) {
+    const int64_t i = base + stop;
+    if (!*decided) {
+      stop_at(p, r, i, facts[stop], target_law_row(p, s, *r, i), draft_law_row(p, s, *r, i));
+    }
+    const bool comes_to_end = end < kWarp && (end == stop || all);
+    if (comes_to_end && !facts[end].usable) r->status |= kNoDraftLaw;
+  }
+  *decided = true;
+  return end == kWarp && all;
+}
+
 __device__ __attribute__((noinline)) void walk_down(const VerifyParams& p, const Scratch& s,
                                                     Request* r, NodeFacts* facts) {
-  __shared__ SharedArray<Progress, 1> progress;
-  if (threadIdx.x == 0) progress[0] = Progress{};
+  __shared__ bool goes_on;
+  bool decided = false;  // known to the first warp
   for (int64_t base = 0; base <= r->drafted; base += kNodesAtOnce) {
     look_at_nodes(p, s, *r, base, facts);
-    if (threadIdx.x == 0) {
-      for (int64_t i = base; i < base + kNodesAtOnce && progress[0].active; ++i) {
-        visit(p, r, progress.data(), i, facts[i - base], target_law_row(p, s, *r, i),
-              draft_law_row(p, s, *r, i), true);
-      }
+    if (threadIdx.x < kWarp) {
+      const bool more = pass_nodes(p, s, r, base, facts, &decided);
+      if (threadIdx.x == 0) goes_on = more;
     }
     __syncthreads();
-    if (!progress[0].active) break;
+    if (!goes_on) break;
   }
 }
 
@@ -58,19 +86,20 @@ __device__ bool flow_through(Decision* d, const NodeFacts* facts, int64_t base, 
   return false;
 }
 
-// By one thread: which masses are asked for. A node with an inflow of 1 accepts for certain, so the
-// deepest of them is the only one whose residual may be drawn from.
+// Which masses are asked for. A node with an inflow of 1 accepts for certain, so the deepest of
+// them is the only one whose residual may be drawn from. Collective over a full warp.
 __device__ void count_masses(Decision* d, NodeState* nodes) {
-  bool certain = false;
-  d->unfinished = 0;
-  for (int64_t i = d->leaf - 1; i >= 0; --i) {
-    NodeState& node = nodes[i];
-    if (!certain && node.inflow >= 1.0) {
-      certain = true;
-      node.summed = node.sampled;
-    }
-    if (node.summed) ++d->unfinished;
+  int32_t certain = -1, count = 0;
+  for (int32_t i = threadIdx.x; i < d->leaf; i += kWarp) {
+    if (nodes[i].inflow >= 1.0) certain = i;
   }
+  certain = warp_max(certain);
+  for (int32_t i = threadIdx.x; i < d->leaf; i += kWarp) {
+    if (i == certain) nodes[i].summed = nodes[i].sampled;
+    count += nodes[i].summed;
+  }
+  count = warp_sum(count);
+  if (threadIdx.x == 0) d->unfinished = count;
 }
 
 __device__ void flow_down(const VerifyParams& p, const Scratch& s, Decision* d, NodeFacts* facts) {
@@ -82,19 +111,22 @@ __device__ void flow_down(const VerifyParams& p, const Scratch& s, Decision* d, 
     look_at_nodes(p, s, r, base, facts);
     if (threadIdx.x == 0) {
       done = flow_through(d, facts, base, &inflow, nodes);
-      if (done) count_masses(d, nodes);
     }
     __syncthreads();
     if (done) break;
   }
+  if (threadIdx.x < kWarp) count_masses(d, nodes);
+  __syncthreads();
 }
 
-// By one thread: asks for the masses. From here on the decision is in other blocks' hands.
+// Asks for the masses. From here on the decision is in other blocks' hands, unless there are more
+// nodes than lanes. Collective over a full warp.
 __device__ void publish_masses(const VerifyParams& p, const Scratch& s, const Decision& d) {
-  const int64_t b = d.request.b;
+  const int64_t b = d.request.b, leaf = d.leaf;
   const NodeState* nodes = s.nodes + b * (p.gamma + 1);
-  for (int64_t i = 0; i < d.leaf; ++i) {
-    if (nodes[i].summed) publish(s.queue, {b, i, Sum::kMass});
+  for (int64_t base = 0; base < leaf; base += kWarp) {
+    const int64_t i = base + threadIdx.x;
+    publish_by_warp(s.queue, {b, i, Sum::kMass}, i < leaf && nodes[i].summed);
   }
 }
 
@@ -164,44 +196,51 @@ __device__ DrawTask residual_of(const VerifyParams& p, const Scratch& s, const W
 
 // Adds up a piece of a mass. True in every thread of the block that did the last one, with *mass
 // set in the first warp.
+template <Elements kElements>
 __device__ bool add_piece(const VerifyParams& p, const Scratch& s, const Ticket& ticket,
                           double* mass) {
-  __shared__ SharedArray<DrawTask, 1> task;
   const Work& work = ticket.work;
-  if (threadIdx.x == 0) task[0] = residual_of(p, s, work);
-  __syncthreads();
   const int64_t place = s.sums == 1 ? 0 : work.node;
-  return add_mass<false>(task[0], s.masses + (work.request * s.sums + place) * s.tiles,
-                         s.counters + work.request * s.rows + place, ticket.piece, s.queue.splits,
-                         mass);
+  return add_mass<kElements, false>(
+      [&] { return residual_of(p, s, work); }, s.masses + (work.request * s.sums + place) * s.tiles,
+      s.counters + work.request * s.rows + place, ticket.piece, s.queue.splits, mass);
 }
 
 __device__ bool lacks_mass(const DrawTask& task) {
   return needs_draw(task) && task.residual && task.mass < 0.0;
 }
 
-// The mass of a law without a filter less one token, by what the scan left of its row. Collective
-// over the block; in the first warp.
-__device__ double mass_of_others(const DrawTask& task, const TileSummary* tiles) {
+// The mass of a law without a filter less one token: `others` is the sum of all tiles but the
+// token's. Collective over the block.
+template <Elements kElements>
+__device__ double mass_of_others(const DrawTask& task, double others) {
   __shared__ double beside;  // the token, in its tile
   const int64_t n = num_tiles(task.target.vocab);
   const int64_t tile = task.excluded / kTile;
-  if (tile < n) residual_mass_tiles(task, tile, tile + 1, &beside);
-  if (threadIdx.x >= kWarp) return 0.0;
-  const double others = sum_row(tiles, n, task.target_law, tile).z;
+  if (tile < n) residual_mass_tiles<kElements>(task, tile, tile + 1, &beside);
   return task.coefficients.target / task.target_law.z * others + (tile < n ? beside : 0.0);
+}
+
+// Asks for the tiles that mass_of_others may read.
+__device__ void prefetch_tiles_of_tokens(const VerifyParams& p, const Request& r) {
+  for (int64_t i = 0; i < r.drafted; ++i) {
+    const int64_t tile = load_id(p.draft_tokens, r.b, i) / kTile;
+    prefetch_tiles(target_row(p, r.b, i), tile, tile + 1);
+  }
 }
 
 // ---- the end of a decision ---
 
 // Writes the outputs that are known, and finds or asks for the final residual's mass. `d` is shared
 // and complete. Collective over the block.
+template <Elements kElements>
 __device__ __attribute__((noinline)) void close_decision(const VerifyParams& p, const Scratch& s,
                                                          Decision* d) {
   Request& r = d->request;
   write_accepted(p, r, threadIdx.x, kThreads);
-  if (lacks_mass(r.draw) && r.draw.draft.data == nullptr && !has_filter(r.target_filters)) {
-    const double mass = mass_of_others(r.draw, s.summaries + (r.b * s.rows + r.accepted) * s.tiles);
+  if (s.sums == 0 && lacks_mass(r.draw)) {
+    const double others = s.extras[r.b * s.rows + r.accepted];
+    const double mass = mass_of_others<kElements>(r.draw, others);
     __syncthreads();  // all have asked whether it is missing
     if (threadIdx.x == 0) r.draw.mass = mass;
   }
@@ -215,14 +254,16 @@ __device__ __attribute__((noinline)) void close_decision(const VerifyParams& p, 
   }
 }
 
-// Opens a request. Whether all is there for its end; else others go on with it. Collective over the
-// block.
+// Opens a request; what earlier launches found is needed from the laws on. Whether all is there for
+// its end; else others go on with it. Collective over the block.
 __device__ __attribute__((noinline)) bool open_chain(const VerifyParams& p, const Scratch& s,
                                                      int64_t b, Decision* d) {
   __shared__ NodeFacts facts[kNodesAtOnce];
   open_in_block(p, b, &d->request);
-  find_laws(p, s, d->request);
   clear_outputs(p, b, threadIdx.x, kThreads);
+  if (s.sums == 0 && reads_draft_law(p.rule)) prefetch_tiles_of_tokens(p, d->request);
+  wait_for_launch_before();
+  find_laws(p, s, d->request);
   __syncthreads();  // before accept_probs are written
   if (p.rule != Rule::kBlock) {
     walk_down(p, s, &d->request, facts);
@@ -231,7 +272,7 @@ __device__ __attribute__((noinline)) bool open_chain(const VerifyParams& p, cons
   flow_down(p, s, d, facts);
   if (d->unfinished > 0) {
     copy_by_block(&s.decisions[b], *d);
-    if (threadIdx.x == 0) publish_masses(p, s, *d);
+    if (threadIdx.x < kWarp) publish_masses(p, s, *d);
     return false;
   }
   settle_block(p, s, d);
@@ -239,13 +280,14 @@ __device__ __attribute__((noinline)) bool open_chain(const VerifyParams& p, cons
 }
 
 // Does a ticket's work. Whether all is there for the end of its request. Collective over the block.
+template <Elements kElements>
 __device__ bool do_work(const VerifyParams& p, const Scratch& s, const Ticket& ticket,
                         Decision* d) {
   __shared__ bool last;
   const Work& work = ticket.work;
   if (work.sum == Sum::kNone) return open_chain(p, s, work.request, d);
   double mass = 0.0;
-  if (!add_piece(p, s, ticket, &mass)) return false;
+  if (!add_piece<kElements>(p, s, ticket, &mass)) return false;
   if (work.sum == Sum::kFinalMass) {
     if (threadIdx.x == 0) {
       s.decisions[work.request].request.draw.mass = mass;
@@ -261,13 +303,22 @@ __device__ bool do_work(const VerifyParams& p, const Scratch& s, const Ticket& t
   return true;
 }
 
+template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     decide(const __grid_constant__ VerifyParams p, const __grid_constant__ Scratch s) {
   __shared__ SharedArray<Decision, 1> decision;
-  for (;;) {
-    const Ticket ticket = take_ticket(s.queue);
-    if (!ticket.given) return;
-    if (do_work(p, s, ticket, decision.data())) close_decision(p, s, decision.data());
+  let_next_launch_begin();
+  Ticket ticket{true, {blockIdx.x, 0, Sum::kNone}, 0};
+  if (s.sums > 0) {
+    wait_for_launch_before();  // the queue is empty
+    ticket = take_ticket(s.queue);
+  }
+  while (ticket.given) {
+    if (do_work<kElements>(p, s, ticket, decision.data())) {
+      close_decision<kElements>(p, s, decision.data());
+    }
+    if (s.sums == 0) return;  // a block a request
+    ticket = take_ticket(s.queue);
   }
 }
 

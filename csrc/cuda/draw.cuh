@@ -8,37 +8,59 @@
 #pragma once
 
 #include "../core/draw_task.h"
+#include "shared.cuh"
 #include "tile.cuh"
 
 namespace specdec {
 namespace cuda {
 
+// In float32, as weights are: a division in float64 takes longer than a tile's exponentials.
+__device__ __forceinline__ float quotient(double a, double b) {
+  return static_cast<float>(a) / static_cast<float>(b);
+}
+
+// A tile of the rows of a DrawTask, as it lies in memory.
+struct RawTiles {
+  RawTile target, draft;
+};
+
 // Weights of a thread's entries under the target's law or the residual. What they take is computed
-// once, not in every tile. kMapped: the draft may have a reduced vocabulary. kTree: there may be
-// lists of tokens, and a draft's law in the place of the target's.
-template <bool kMapped, bool kTree>
+// once, not in every tile. kTree: there may be lists of tokens, and a draft's law in the place of
+// the target's.
+template <Elements kElements, bool kTree>
 class TileWeights {
  public:
   __device__ __forceinline__ TileWeights(const DrawTask& task, bool residual)
       : task_(&task),
         residual_(residual),
+        has_draft_(residual && task.draft.data != nullptr),
         target_weight_(task.target_law),
         draft_weight_(task.draft_law),
-        target_scale_(static_cast<float>(task.coefficients.target / task.target_law.z)),
-        draft_scale_(static_cast<float>(task.coefficients.draft / task.draft_law.z)) {}
+        target_scale_(quotient(task.coefficients.target, task.target_law.z)),
+        draft_scale_(has_draft_ ? quotient(task.coefficients.draft, task.draft_law.z) : 0.0f) {}
 
   __device__ __forceinline__ const DrawTask& task() const { return *task_; }
   __device__ __forceinline__ bool residual() const { return residual_; }
 
   template <Layout kLayout>
-  __device__ __forceinline__ void at_tile(int64_t tile, float* w) const {
-    const bool has_draft = residual_ && task_->draft.data != nullptr;
-    RawTile target_raw, draft_raw;
-    load_tile<kLayout, kMapped && kTree>(task_->target, tile, &target_raw);
-    if (has_draft) load_tile<kLayout, kMapped>(task_->draft, tile, &draft_raw);
-    widen_tile<kLayout>(task_->target, tile, target_raw, w);
-    if (residual_) exclude<kLayout>(task_->target, tile, task_->excluded, w);
-    if (kTree && residual_) exclude_all<kLayout>(task_->target, tile, task_->tried, w);
+  __device__ __forceinline__ void load(int64_t tile, RawTiles* raw) const {
+    constexpr bool kMapped = kElements == Elements::kAny;
+    load_tile<kLayout, kElements, kMapped && kTree>(task_->target, tile, &raw->target);
+    if (has_draft_) load_tile<kLayout, kElements, kMapped>(task_->draft, tile, &raw->draft);
+  }
+
+  // The weights of a loaded tile. Calls then() when `raw` is not needed any more.
+  template <Layout kLayout, typename Then>
+  __device__ __forceinline__ void weigh(int64_t tile, const RawTiles& raw, float* w,
+                                        const Then& then) const {
+    float q[kPerThread];
+    widen_tile<kLayout, kElements>(task_->target, tile, raw.target, w);
+    if (has_draft_) widen_tile<kLayout, kElements>(task_->draft, tile, raw.draft, q);
+    then();
+    if (residual_) {
+      exclude<kLayout>(task_->target, tile, task_->excluded, w);
+      if (kTree) exclude_all<kLayout>(task_->target, tile, task_->tried, w);
+    }
     if (!kTree || !task_->target_law.linear) {
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) w[j] = target_weight_(w[j]);
@@ -46,9 +68,7 @@ class TileWeights {
     if (!residual_) return;
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale_, w[j]);
-    if (!has_draft) return;
-    float q[kPerThread];
-    widen_tile<kLayout>(task_->draft, tile, draft_raw, q);
+    if (!has_draft_) return;
     if (kTree) exclude_all<kLayout>(task_->draft, tile, task_->no_draft, q);
     if (!task_->draft_law.linear) {
 #pragma unroll
@@ -58,9 +78,28 @@ class TileWeights {
     for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j] - multiply(draft_scale_, q[j]), 0.0f);
   }
 
+  // out[t - first] = sum over threads of sum(w), the weights of tile t of [first, last). 16-bit
+  // entries are loaded a tile ahead. Collective over the block.
+  template <typename T, typename SumOf>
+  __device__ __forceinline__ void sum_tiles_to(int64_t first, int64_t last, T* out,
+                                               const SumOf& sum) const {
+    constexpr bool kAhead = kElements != Elements::kAny && bytes_of(element_of(kElements)) == 2;
+    RawTiles raw;
+    if (kAhead && first < last) load<Layout::kStriped>(first, &raw);
+    sum_each_tile(first, last, out, [&](int64_t tile) {
+      float w[kPerThread];
+      if (!kAhead) load<Layout::kStriped>(tile, &raw);
+      weigh<Layout::kStriped>(tile, raw, w, [&] {
+        if (kAhead && tile + 1 < last) load<Layout::kStriped>(tile + 1, &raw);
+      });
+      return sum(w);
+    });
+  }
+
  private:
   const DrawTask* task_;
   bool residual_;
+  bool has_draft_;
   ExpWeight target_weight_;
   ExpWeight draft_weight_;
   float target_scale_;
@@ -68,13 +107,12 @@ class TileWeights {
 };
 
 // Writes out[t - first], the residual's mass in tile t of [first, last). Collective over the block.
-template <bool kTree = false>
-__device__ inline void residual_mass_tiles(const DrawTask& task, int64_t first, int64_t last,
-                                           double* out) {
-  const TileWeights<true, kTree> weights(task, true);
-  sum_each_tile(first, last, out, [&](int64_t tile) {
-    float w[kPerThread];
-    weights.template at_tile<Layout::kStriped>(tile, w);
+// A call, so that a kernel has this code once.
+template <Elements kElements, bool kTree = false>
+__device__ __attribute__((noinline)) void residual_mass_tiles(const DrawTask& task, int64_t first,
+                                                              int64_t last, double* out) {
+  const TileWeights<kElements, kTree> weights(task, true);
+  weights.sum_tiles_to(first, last, out, [](const float* w) {
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) sums[j % 4] += w[j];
@@ -90,14 +128,17 @@ __device__ __forceinline__ double sum_tiles(const double* values, int64_t n) {
 }
 
 // The mass of a residual, by `splits` blocks that share `masses` and `counter` (0 before, and
-// after). True in every thread of the last one, with *mass set in its first warp. Collective over
-// the block.
-template <bool kTree>
-__device__ inline bool add_mass(const DrawTask& task, double* masses, uint32_t* counter,
+// after), each with the task that make_task() gives to its first thread. True in every thread of
+// the last one, with *mass set in its first warp. Collective over the block.
+template <Elements kElements, bool kTree, typename MakeTask>
+__device__ inline bool add_mass(const MakeTask& make_task, double* masses, uint32_t* counter,
                                 int64_t split, int64_t splits, double* mass) {
-  const int64_t tiles = num_tiles(task.target.vocab);
+  __shared__ SharedArray<DrawTask, 1> task;
+  if (threadIdx.x == 0) task[0] = make_task();
+  __syncthreads();
+  const int64_t tiles = num_tiles(task[0].target.vocab);
   const Share share = share_of(tiles, split, splits);
-  residual_mass_tiles<kTree>(task, share.first, share.last, masses + share.first);
+  residual_mass_tiles<kElements, kTree>(task[0], share.first, share.last, masses + share.first);
   if (!is_last_block(counter, splits)) return false;
   if (threadIdx.x < kWarp) *mass = sum_tiles(masses, tiles);
   return true;
@@ -111,33 +152,29 @@ __device__ __forceinline__ bool knows_token(DrawTask* task) {
 }
 
 // What is drawn from: the law, or the residual in units of 1 / unit.
-template <bool kMapped, bool kTree>
-struct DrawWeights : TileWeights<kMapped, kTree> {
-  double unit;
+template <Elements kElements, bool kTree>
+struct DrawWeights : TileWeights<kElements, kTree> {
+  float unit;
 
   __device__ __forceinline__ DrawWeights(const DrawTask& task, bool residual, double mass)
-      : TileWeights<kMapped, kTree>(task, residual), unit(residual ? residual_unit(mass) : 0.0) {}
+      : TileWeights<kElements, kTree>(task, residual),
+        unit(residual ? residual_unit_of(mass) : static_cast<float>(kLawUnit)) {}
 
-  __device__ __forceinline__ uint64_t fixed(float weight) const {
-    return this->residual() ? fixed_weight(weight, unit) : fixed_weight(weight);
+  __device__ __forceinline__ uint64_t sum(const float* w) const {
+    uint64_t sum = 0;
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) sum += fixed_weight(w[j], unit);
+    return sum;
   }
 };
 
-template <Layout kLayout, typename Weights>
-__device__ __forceinline__ uint64_t thread_fixed_sum(const Weights& weights, int64_t tile) {
-  float w[kPerThread];
-  weights.template at_tile<kLayout>(tile, w);
-  uint64_t sum = 0;
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) sum += weights.fixed(w[j]);
-  return sum;
-}
-
-template <typename Weights>
-__device__ __forceinline__ void fixed_sum_tiles(const Weights& weights, int64_t first, int64_t last,
-                                                uint64_t* out) {
-  sum_each_tile(first, last, out,
-                [&](int64_t tile) { return thread_fixed_sum<Layout::kStriped>(weights, tile); });
+// Writes out[t - first], the integer weight of tile t of [first, last). Collective over the block.
+template <Elements kElements, bool kTree>
+__device__ __attribute__((noinline)) void fixed_sum_tiles(const DrawTask& task, bool residual,
+                                                          double mass, int64_t first, int64_t last,
+                                                          uint64_t* out) {
+  const DrawWeights<kElements, kTree> weights(task, residual, mass);
+  weights.sum_tiles_to(first, last, out, [&](const float* w) { return weights.sum(w); });
 }
 
 // The place of a draw: a tile, or an entry, and the threshold left there.
@@ -169,24 +206,26 @@ __device__ __forceinline__ Place find_tile(const uint64_t* tile_sums, int64_t ti
 }
 
 // The lowest entry of a tile whose inclusive prefix sum exceeds the threshold.
-template <typename Weights>
-__device__ __forceinline__ int64_t find_entry(const Weights& weights, const Place& place) {
+template <Elements kElements, bool kTree>
+__device__ __attribute__((noinline)) int64_t find_entry(const DrawTask& task, bool residual,
+                                                        double mass, const Place& place) {
   __shared__ int64_t found;
+  const DrawWeights<kElements, kTree> weights(task, residual, mass);
   const int64_t first = place.index * kTile;
-  const int64_t last = weights.task().target.vocab - 1;
+  const int64_t last = task.target.vocab - 1;
   if (threadIdx.x == 0) found = last;
+  RawTiles raw;
   float w[kPerThread];
-  weights.template at_tile<Layout::kBlocked>(place.index, w);
-  uint64_t sum = 0;
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) sum += weights.fixed(w[j]);
+  weights.template load<Layout::kBlocked>(place.index, &raw);
+  weights.template weigh<Layout::kBlocked>(place.index, raw, w, [] {});
+  const uint64_t sum = weights.sum(w);
   uint64_t total = 0;
   uint64_t prefix = block_exclusive_sum(sum, &total);
   if (prefix <= place.threshold && place.threshold < prefix + sum) {
     int64_t token = first + static_cast<int64_t>(threadIdx.x) * kPerThread;
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
-      prefix += weights.fixed(w[j]);
+      prefix += fixed_weight(w[j], weights.unit);
       token += prefix <= place.threshold;
     }
     found = token < last ? token : last;
@@ -200,24 +239,24 @@ __device__ __forceinline__ int64_t find_entry(const Weights& weights, const Plac
 // one block, with task->token set. The caller has seen to needs_draw(*task); `task` is shared and
 // what it holds is known to all threads. `mass`: of the residual, from sum_tiles; not read without
 // one.
-template <bool kMapped, bool kTree = false>
+template <Elements kElements, bool kTree = false>
 __device__ inline bool draw(DrawTask* task, double mass, uint64_t* tile_sums, uint32_t* counter,
                             int64_t split, int64_t splits) {
   const int64_t tiles = num_tiles(task->target.vocab);
   // No residual mass, by rounding or because p = q: the target's own law is what is left.
-  const bool residual = task->residual && mass > 0.0;
+  bool residual = task->residual && mass > 0.0;
   const Share share = share_of(tiles, split, splits);
-  DrawWeights<kMapped, kTree> weights(*task, residual, mass);
-  fixed_sum_tiles(weights, share.first, share.last, tile_sums + share.first);
+  fixed_sum_tiles<kElements, kTree>(*task, residual, mass, share.first, share.last,
+                                    tile_sums + share.first);
   if (!is_last_block(counter, splits)) return false;
   uint64_t total = 0;
   Place place = find_tile(tile_sums, tiles, task->u, &total);
   if (total == 0 && residual) {
-    weights = DrawWeights<kMapped, kTree>(*task, false, 0.0);
-    fixed_sum_tiles(weights, 0, tiles, tile_sums);
+    residual = false;
+    fixed_sum_tiles<kElements, kTree>(*task, residual, mass, 0, tiles, tile_sums);
     place = find_tile(tile_sums, tiles, task->u, &total);
   }
-  const int64_t token = find_entry(weights, place);
+  const int64_t token = find_entry<kElements, kTree>(*task, residual, mass, place);
   if (threadIdx.x == 0) task->token = token;
   __syncthreads();
   return true;

@@ -7,15 +7,31 @@
 namespace specdec {
 namespace cuda {
 
-// What kernels need from torch.
+// What launches depend on, of a device.
+struct Chip {
+  int64_t multiprocessors;
+  bool chains;  // launches: programmatic dependent launch (sm_90 and later)
+};
+
+// Of a device; at its first call for one loads all kernels there, which a capture into a graph may
+// not do at their first launch. That device must be the current one.
+Chip chip_of(int32_t device);
+
+// What kernels need from torch, for one operator call.
 struct Gpu {
+  Chip chip;
   void* stream;  // cudaStream_t
   // 256-byte aligned, lives until the operator returns (in stream order), never null.
   void* (*allocate)(void* context, int64_t bytes);
   void* context;
+  mutable int64_t launches = 0;  // so far
 };
 
-#define SPECDEC_DECLARE(name, Name) void name(const Name##Params&, const Gpu&);
+// Each operator, and the loading of its kernels (Loading in launch.cuh).
+class Loading;
+#define SPECDEC_DECLARE(name, Name)           \
+  void name(const Name##Params&, const Gpu&); \
+  void load_##name(const Loading&);
 SPECDEC_KERNELS(SPECDEC_DECLARE)
 #undef SPECDEC_DECLARE
 

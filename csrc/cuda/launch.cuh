@@ -29,6 +29,14 @@ constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 static_assert(kThreads % kWarp == 0, "blocks are made of whole warps");
 
+#ifndef SPECDEC_ON_FIBRES
+inline void throw_unless_done(const char* what, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // reported here: nobody else shall find it
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+#endif
+
 template <typename T>
 struct AsGiven {
   using Type = T;
@@ -36,6 +44,10 @@ struct AsGiven {
 
 // Runs kernel(params...) on `blocks` blocks of kThreads threads; no block, no launch. Throws with
 // the kernel's name and the CUDA error. `params` are converted to the kernel's own types.
+//
+// Of an operator's launches the first begins when all is done that was enqueued before. The others
+// are chained to the launch before where the device can do that: their blocks may begin as soon as
+// all blocks of that one have, and wait for its end themselves. So every kernel calls begin_kernel.
 template <typename... Params>
 void launch(const Gpu& gpu, const char* name, void (*kernel)(Params...), int64_t blocks,
             const typename AsGiven<Params>::Type&... params) {
@@ -45,38 +57,73 @@ void launch(const Gpu& gpu, const char* name, void (*kernel)(Params...), int64_t
     throw std::runtime_error(std::string(name) + ": a launch takes 0 to 2^31 - 1 blocks, got " +
                              std::to_string(blocks));
   }
+  const bool chained = gpu.launches++ > 0 && gpu.chip.chains;
 #ifdef SPECDEC_ON_FIBRES
-  (void)gpu;
-  const auto thread = [&] { kernel(params...); };
-  using Thread = decltype(thread);
-  fibres::run_grid(
-      name, blocks, kThreads, [](const void* t) { (*static_cast<Thread*>(t))(); }, &thread);
+  fibres::expect_loaded(name, reinterpret_cast<const void*>(kernel));
+  fibres::run_kernel<Params...>(name, kernel, blocks, kThreads, chained, params...);
 #else
   const void* arguments[] = {&params..., nullptr};  // no zero-sized array without parameters
-  const cudaError_t error = cudaLaunchKernel(
-      reinterpret_cast<const void*>(kernel), static_cast<unsigned>(blocks), kThreads,
-      const_cast<void**>(arguments), 0, static_cast<cudaStream_t>(gpu.stream));
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // reported here: nobody else shall find it
-    throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
-  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(gpu.stream);
+  config.attrs = &attribute;
+  config.numAttrs = chained ? 1 : 0;
+  throw_unless_done(name, cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel),
+                                              const_cast<void**>(arguments)));
 #endif
 }
 
-// Of the current device. The stand-in's are few, so that blocks there take more than one tile.
-inline int64_t multiprocessors(const Gpu& gpu) {
-  (void)gpu;
+// Loads kernels onto the current device.
+class Loading {
+ public:
+  template <typename... Params>
+  void operator()(void (*kernel)(Params...)) const {
+    const void* address = reinterpret_cast<const void*>(kernel);
 #ifdef SPECDEC_ON_FIBRES
-  return 8;
+    fibres::load(address);
 #else
-  int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-    throw std::runtime_error(std::string("multiprocessors of the device: ") +
-                             cudaGetErrorString(cudaGetLastError()));
-  }
-  return count;
+    cudaFuncAttributes unused;
+    throw_unless_done("loading the kernels", cudaFuncGetAttributes(&unused, address));
 #endif
+  }
+  template <typename Kernels>
+  auto operator()(const Kernels& kernels) const -> decltype(kernels.begin(), void()) {
+    for (auto* kernel : kernels) (*this)(kernel);
+  }
+  template <typename First, typename Second, typename... Others>
+  void operator()(const First& first, const Second& second, const Others&... others) const {
+    (*this)(first);
+    (*this)(second, others...);
+  }
+};
+
+// ---- in a chain of launches ---
+
+// From here on blocks of the next launch may begin on multiprocessors that have room.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Until then a kernel may read what the operator was given, and nothing that an earlier launch of
+// the operator writes; all its threads call this.
+__device__ __forceinline__ void wait_for_launch_before() {
+#ifdef SPECDEC_ON_FIBRES
+  fibres::note_wait();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// How a kernel begins.
+__device__ __forceinline__ void begin_kernel() {
+  let_next_launch_begin();
+  wait_for_launch_before();
 }
 
 // Asks for the line at an address, to be read soon.

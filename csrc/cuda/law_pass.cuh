@@ -3,13 +3,11 @@
 // Grid: a block takes a few consecutive tiles of one row (share_of); a warp a contiguous part of
 // each. Reads 2 or 4 bytes per entry (and what a mask costs, tile.cuh), once: maximum, sum of
 // exponentials and what a rule wants besides come out of registers. Writes 32 bytes a tile and, for
-// rows with a filter, 4 bytes a group of 128. No barrier but one for up to 8 tiles; a tile's loads
+// rows with a filter, 4 bytes a group of 128. No barrier but two for up to 32 tiles; a tile's loads
 // are issued before the tile before it is worked on. Numerics: fp32 exponentials against the warp's
 // own maximum, summed in fp32 within the warp and combined in float64 in the order of warps and
 // tiles; filters in cutoff.cuh.
 #pragma once
-
-#include <type_traits>
 
 #include "tile.cuh"
 
@@ -81,17 +79,10 @@ struct ScanTask {
   __device__ __forceinline__ bool looks_for(Look look) const { return (looks & look) != 0; }
 };
 
-// What the rows of a launch hold: one type, so that a kernel has no code for the others, or any.
-enum class Elements { kFloat32, kBFloat16, kFloat16, kAny };
-
 // Of kernels that scan, for __launch_bounds__: a mask takes registers. Without one there is no
 // trace of it in the kernel.
 constexpr int scan_blocks(bool masked) {
   return masked ? kBlocksAt80Registers : kBlocksAt64Registers;
-}
-
-__device__ __forceinline__ constexpr bool may_hold(Elements elements, Element element) {
-  return elements == Elements::kAny || static_cast<int>(elements) == static_cast<int>(element);
 }
 
 // Maxima of the groups of a warp's vector: 16 lanes hold a group.
@@ -141,7 +132,7 @@ __device__ __forceinline__ float sum_weights(const ScanTask& task, const float* 
       sums[j % 4] = j < 4 ? weight : sums[j % 4] + weight;
     }
   }
-  return warp_sum_by_halves((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 // Takes away what all weights have too much. A quotient, so that one entry's weight comes out as 1.
@@ -224,33 +215,29 @@ __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const flo
   return s;
 }
 
-// Combines part(w) of all warps in their order, by one thread. The loops stay loops: it is done
-// once a tile, and the code of the kernel around it shall stay small.
-template <typename Part>
-__device__ __forceinline__ TileSummary combine_warps(const ScanTask& task, const Part& part) {
+// The summary of a tile of which each of kWarps neighbouring lanes holds a warp's part; in all of
+// them.
+__device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
+                                                     const WarpSummary& mine) {
+  const auto add = [](double a, double b) { return a + b; };
   const bool linear = task.looks_for(kLinear);
   const bool entropy = task.looks_for(kEntropy);
-  TileSummary s{linear ? 0.0f : -INFINITY, 0, 1, 0.0, 0.0};
-#pragma unroll 1
-  for (int w = 0; w < kWarps; ++w) {
-    const WarpSummary of_warp = part(w);
-    s.valid &= of_warp.valid;
-    if (of_warp.max > s.max) {
-      s.max = of_warp.max;
-      s.argmax = of_warp.argmax;
-    }
-  }
-#pragma unroll 1
-  for (int w = 0; w < kWarps; ++w) {
-    const WarpSummary of_warp = part(w);
-    if (task.looks_for(kRank)) s.extra += of_warp.extra;
-    if (!linear && !(of_warp.sum > 0.0f)) continue;
-    const float shift = linear ? 0.0f : (of_warp.max - s.max) * task.scale;
+  TileSummary s;
+  s.max = reduce_neighbours<kWarps>(mine.max, [](float a, float b) { return fmaxf(a, b); });
+  s.valid = reduce_neighbours<kWarps>(mine.valid, [](uint32_t a, uint32_t b) { return a & b; });
+  s.argmax = reduce_neighbours<kWarps>(mine.max == s.max ? mine.argmax : INT32_MAX,
+                                       [](int32_t a, int32_t b) { return a < b ? a : b; });
+  double sum = 0.0, extra = task.looks_for(kRank) ? mine.extra : 0.0;
+  if (linear || mine.sum > 0.0f) {
+    const float shift = linear ? 0.0f : (mine.max - s.max) * task.scale;
     const double weight = exp2_weight(shift);
-    const float sum = linear || entropy ? of_warp.sum : exact_sum(task, of_warp.max, of_warp.sum);
-    s.sum += weight * sum;
-    if (entropy) s.extra += weight * (of_warp.extra + static_cast<double>(shift) * sum);
+    const float exact = linear || entropy ? mine.sum : exact_sum(task, mine.max, mine.sum);
+    sum = weight * exact;
+    if (entropy) extra = weight * (mine.extra + static_cast<double>(shift) * exact);
   }
+  s.sum = reduce_neighbours<kWarps>(sum, add);
+  s.extra = 0.0;
+  if (entropy || task.looks_for(kRank)) s.extra = reduce_neighbours<kWarps>(extra, add);
   return s;
 }
 
@@ -263,14 +250,19 @@ __device__ __forceinline__ void find_step_max(const float* x, float* step_max) {
   }
 }
 
-// out[k] = combine(k) for up to kTilesAtOnce tiles, once all warps have left their parts.
-// Collective over the block.
-template <typename Combine>
-__device__ __forceinline__ void write_summaries(int32_t tiles, const Combine& combine,
-                                                TileSummary* out) {
+// Tiles whose warps' parts wait to be combined: kWarps lanes each.
+constexpr int kWaiting = kThreads / kWarps;
+
+// Combines part(k, warp) of `tiles` tiles, at most kWaiting, into out[k], once all warps have left
+// their parts. Collective over the block.
+template <typename Part>
+__device__ __forceinline__ void write_summaries(const ScanTask& task, int32_t tiles,
+                                                const Part& part, TileSummary* out) {
   __syncthreads();
-  const int32_t k = static_cast<int32_t>(threadIdx.x);
-  if (k < tiles) out[k] = combine(k);
+  const int32_t k = static_cast<int32_t>(threadIdx.x) / kWarps;
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) % kWarps;
+  const TileSummary s = combine_warps(task, part(k < tiles ? k : 0, warp));
+  if (k < tiles && warp == 0) out[k] = s;
   __syncthreads();
 }
 
@@ -290,7 +282,7 @@ __device__ __forceinline__ WarpSummary summary_of(const WarpSum& s) {
 template <Element kElement>
 __device__ __forceinline__ void sum_plain_tiles(const ScanTask& task, const Span& span,
                                                 int32_t tiles, TileSummary* out) {
-  __shared__ WarpSum of_warp[kTilesAtOnce][kWarps];
+  __shared__ WarpSum of_warp[kWaiting][kWarps];
   constexpr int kBytes = bytes_of(kElement);
   Span at = span;  // from this thread's first vector on
   at.data += vector_offset<Layout::kStriped>(0) * kBytes;
@@ -302,8 +294,8 @@ __device__ __forceinline__ void sum_plain_tiles(const ScanTask& task, const Span
   };
   RawTile raw;
   load(&raw);
-  for (int32_t base = 0; base < tiles; base += kTilesAtOnce) {
-    const int32_t count = tiles - base < kTilesAtOnce ? tiles - base : kTilesAtOnce;
+  for (int32_t base = 0; base < tiles; base += kWaiting) {
+    const int32_t count = tiles - base < kWaiting ? tiles - base : kWaiting;
 #pragma unroll kUnrolled
     for (int32_t k = 0; k < count; ++k) {
       float x[kPerThread];
@@ -315,11 +307,7 @@ __device__ __forceinline__ void sum_plain_tiles(const ScanTask& task, const Span
       if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = {max, sum};
     }
     write_summaries(
-        count,
-        [&](int32_t k) {
-          return combine_warps(task, [&](int w) { return summary_of(of_warp[k][w]); });
-        },
-        out + base);
+        task, count, [&](int32_t k, int32_t w) { return summary_of(of_warp[k][w]); }, out + base);
   }
 }
 
@@ -344,12 +332,11 @@ __device__ __forceinline__ void scan_any_tiles(const ScanTask& task, const Row& 
     if (loaded) load_plain_tile<Layout::kStriped, kBytes>(span, &raw);
     const WarpSummary s =
         scan_warp(task, x, step_max, group_max != nullptr ? group_max + k * kTileGroups : nullptr);
-    const int32_t waiting = k % kTilesAtOnce;
+    const int32_t waiting = k % kWaiting;
     if (threadIdx.x % kWarp == 0) of_warp[waiting][threadIdx.x / kWarp] = s;
-    if (waiting + 1 < kTilesAtOnce && k + 1 < tiles) continue;
+    if (waiting + 1 < kWaiting && k + 1 < tiles) continue;
     write_summaries(
-        waiting + 1,
-        [&](int32_t i) { return combine_warps(task, [&](int w) { return of_warp[i][w]; }); },
+        task, waiting + 1, [&](int32_t i, int32_t w) { return of_warp[i][w]; },
         out + (k - waiting));
   }
 }
@@ -376,44 +363,54 @@ template <bool kMasked, Elements kElements = Elements::kAny>
 __device__ __forceinline__ void scan_tiles(const Row& row, const Filters& filters, bool want_argmax,
                                            const ExtraTask& extra, int64_t first, int64_t last,
                                            TileSummary* out, float* group_max) {
-  __shared__ WarpSummary of_warp[kTilesAtOnce][kWarps];
+  __shared__ WarpSummary of_warp[kWaiting][kWarps];
   if (row.data == nullptr || first >= last) return;
   const ScanTask task(row, filters, want_argmax, extra);
   if (!wants_group_max(row, filters)) group_max = nullptr;
   const int32_t tiles = static_cast<int32_t>(last - first);
   const auto scan = [&](auto element) {
     constexpr auto kElement = decltype(element)::value;
-    if (!may_hold(kElements, kElement) || row.element != kElement) return;
     scan_element<kElement, kMasked>(task, row, first, tiles, out, group_max, of_warp);
   };
-  scan(std::integral_constant<Element, Element::kFloat32>{});
-  scan(std::integral_constant<Element, Element::kBFloat16>{});
-  scan(std::integral_constant<Element, Element::kFloat16>{});
+  if constexpr (kElements != Elements::kAny) {
+    scan(std::integral_constant<Element, element_of(kElements)>{});
+  } else if (row.element == Element::kFloat32) {
+    scan(std::integral_constant<Element, Element::kFloat32>{});
+  } else if (row.element == Element::kBFloat16) {
+    scan(std::integral_constant<Element, Element::kBFloat16>{});
+  } else {
+    scan(std::integral_constant<Element, Element::kFloat16>{});
+  }
 }
 
 // ---- a row
 // ----------------------------------------------------------------------------------------
 
-// Sums of a row's tiles against the row's maximum: z, and sum of weight * log2(weight).
+// Sums of a row's tiles against the row's maximum: z, what of it is in other tiles than one, and
+// sum of weight * log2(weight).
 struct RowSums {
   double z;
+  double others;
   double entropy;
 };
 
-// By a full warp: a tile a lane, combined in a tree that depends on the number of tiles alone; but
-// for the tile `without`.
+// By a full warp: a tile a lane, combined in a tree that depends on the number of tiles alone.
+// `without`: the tile that `others` leave out; negative: nobody asks for them, as where `entropy`
+// says so nobody asks for that.
 __device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, const RowLaw& law,
-                                           int64_t without = -1) {
-  RowSums sums{0.0, 0.0};
+                                           int64_t without, bool entropy) {
+  RowSums sums{0.0, 0.0, 0.0};
   for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) {
-    if (t == without || !(tiles[t].sum > 0.0)) continue;
+    if (!(tiles[t].sum > 0.0)) continue;
     const double shift =
         law.linear ? 0.0 : law.scale * (static_cast<double>(tiles[t].max) - law.max);
     const double weight = exp(shift);
     sums.z += weight * tiles[t].sum;
-    sums.entropy += weight * (tiles[t].extra + shift * kLog2E * tiles[t].sum);
+    if (t != without) sums.others += weight * tiles[t].sum;
+    if (entropy) sums.entropy += weight * (tiles[t].extra + shift * kLog2E * tiles[t].sum);
   }
-  return {warp_sum(sums.z), warp_sum(sums.entropy)};
+  return {warp_sum(sums.z), without < 0 ? 0.0 : warp_sum(sums.others),
+          entropy ? warp_sum(sums.entropy) : 0.0};
 }
 
 // The lowest arg max of a row: tiles are compared in order.
@@ -433,11 +430,11 @@ __device__ __forceinline__ double count_in_row(const TileSummary* tiles, int64_t
 }
 
 // The law of a row as far as it is known without a filter: all of it for plain, greedy and absent
-// rows and for probabilities. Collective over a full warp, result in every lane. `extra`: where the
-// rank or entropy goes.
+// rows and for probabilities. Collective over a full warp, result in every lane. `extra_value`:
+// where the rank or entropy goes, or for `without` the sum of the other tiles (RowSums).
 __device__ inline RowLaw combine_tiles(const Row& row, const Filters& filters, bool want_argmax,
                                        const ExtraTask& extra, const TileSummary* tiles,
-                                       double* extra_value) {
+                                       double* extra_value, int64_t without = -1) {
   RowLaw law;
   *extra_value = 0.0;
   if (row.data == nullptr) return law;
@@ -463,10 +460,12 @@ __device__ inline RowLaw combine_tiles(const Row& row, const Filters& filters, b
   }
   if (!row.linear) law.scale = 1.0 / filters.temperature;
   if (!wants_sum(row, filters)) return law;
-  const RowSums sums = sum_row(tiles, n, law);
+  const bool entropy = extra.kind == Extra::kEntropy;
+  const RowSums sums = sum_row(tiles, n, law, without, entropy);
   law.z = sums.z;
   law.valid = law.z > 0.0;
-  if (extra.kind == Extra::kEntropy) *extra_value = log(law.z) - kLn2 * sums.entropy / law.z;
+  if (without >= 0) *extra_value = sums.others;
+  if (entropy) *extra_value = log(law.z) - kLn2 * sums.entropy / law.z;
   return law;
 }
 

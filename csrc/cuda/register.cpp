@@ -43,7 +43,7 @@ void run(const Call& call) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   Scratch scratch{output, {}};
-  Kernel(call.params, cuda::Gpu{stream, Scratch::allocate, &scratch});
+  Kernel(call.params, cuda::Gpu{cuda::chip_of(device), stream, Scratch::allocate, &scratch});
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ struct Rows {
 template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     write_laws(const Rows rows, const LawScratch s) {
+  begin_kernel();
   const RowLawParams& p = rows.p;
   const int64_t r = blockIdx.x;
   const FilteredRow task = rows(r);
@@ -48,6 +49,11 @@ void row_law(const RowLawParams& p, const Gpu& gpu) {
   launch_scan(gpu, Rows{p}, s, true);
   const auto kernel = p.mask.words != nullptr ? write_laws<true> : write_laws<false>;
   launch(gpu, "write_laws", kernel, p.rows, Rows{p}, s);
+}
+
+void load_row_law(const Loading& load) {
+  load(write_laws<false>, write_laws<true>);
+  load_laws<Rows>(load);
 }
 
 }  // namespace cuda

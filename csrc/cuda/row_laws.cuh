@@ -59,8 +59,8 @@ __device__ __forceinline__ const float* group_max_of(const LawScratch& s, int64_
 template <typename Rows, bool kMasked>
 __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
     scan_rows(const Rows rows, const LawScratch s, bool want_argmax, int64_t splits) {
-  const int64_t r = blockIdx.x / splits;
-  const int64_t split = blockIdx.x % splits;
+  begin_kernel();
+  const auto [r, split] = this_unit(splits);
   if (split == 0 && threadIdx.x == 0) s.counters[r] = 0;
   const FilteredRow task = rows(r);
   const Share share = share_of(num_tiles(task.row.vocab), split, splits);
@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
 template <typename Rows, bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     finish_rows(const Rows rows, const LawScratch s) {
+  begin_kernel();
   const int64_t r = blockIdx.x;
   const FilteredRow task = rows(r);
   double unused = 0.0;
@@ -104,6 +105,12 @@ void launch_laws(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
   const auto kernel =
       rows.p.mask.words != nullptr ? finish_rows<Rows, true> : finish_rows<Rows, false>;
   launch(gpu, "finish_rows", kernel, s.count, rows, s);
+}
+
+template <typename Rows>
+void load_laws(const Loading& load) {
+  load(scan_rows<Rows, false>, scan_rows<Rows, true>, finish_rows<Rows, false>,
+       finish_rows<Rows, true>);
 }
 
 }  // namespace

@@ -69,16 +69,17 @@ __device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& dr
 }
 
 // Grid: (row, split).
+template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     draw_tokens(const Rows rows, const LawScratch s, uint64_t* tile_sums, int64_t splits) {
+  begin_kernel();
   __shared__ SharedArray<DrawTask, 1> draw_memory;
-  const int64_t b = blockIdx.x / splits;
-  const int64_t split = blockIdx.x % splits;
+  const auto [b, split] = this_unit(splits);
   open_draw(rows, s, b, draw_memory.data());
   DrawTask& task = draw_memory[0];
   bool writes = split == 0;
   if (needs_draw(task)) {
-    writes = draw<false>(&task, 0.0, tile_sums + b * s.tiles, s.counters + b, split, splits);
+    writes = draw<kElements>(&task, 0.0, tile_sums + b * s.tiles, s.counters + b, split, splits);
   }
   if (writes && threadIdx.x == 0) write_token(rows.p, b, task);
 }
@@ -86,10 +87,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
 // Grid: (row, split).
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     race_tokens(const Rows rows, const LawScratch s, Runner* found, int64_t splits) {
+  begin_kernel();
   __shared__ SharedArray<DrawTask, 1> draw_memory;
   __shared__ SharedArray<RaceTask, 1> race_memory;
-  const int64_t b = blockIdx.x / splits;
-  const int64_t split = blockIdx.x % splits;
+  const auto [b, split] = this_unit(splits);
   open_draw(rows, s, b, draw_memory.data());
   DrawTask& task = draw_memory[0];
   if (threadIdx.x == 0) {
@@ -106,6 +107,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   task.token = winner;
   write_token(rows.p, b, task);
 }
+
+Elements elements_of_rows(const SampleParams& p) {
+  return p.mask.words == nullptr ? elements_of(p.logits, {}) : Elements::kAny;
+}
+
+const auto kDraw = by_elements([](auto e) { return draw_tokens<decltype(e)::value>; });
 
 }  // namespace
 
@@ -128,9 +135,15 @@ void sample(const SampleParams& given, const Gpu& gpu) {
     launch(gpu, "race_tokens", race_tokens, p.batch * splits, Rows{p}, s, workspace.at(found),
            splits);
   } else {
-    launch(gpu, "draw_tokens", draw_tokens, p.batch * splits, Rows{p}, s, workspace.at(tile_sums),
-           splits);
+    launch(gpu, "draw_tokens", kDraw[elements_of_rows(p)], p.batch * splits, Rows{p}, s,
+           workspace.at(tile_sums), splits);
   }
+}
+
+void load_sample(const Loading& load) {
+  load(kDraw, race_tokens);
+  load_laws<Rows>(load);
+  load_map(load);
 }
 
 }  // namespace cuda

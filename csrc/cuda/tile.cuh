@@ -6,6 +6,8 @@
 // mask. Rows in token order are loaded entry by entry: 4 bytes a token to find it, then its own.
 #pragma once
 
+#include <type_traits>
+
 #include "../core/fixed_point.h"
 #include "block.cuh"
 #include "vec_load.cuh"
@@ -27,6 +29,19 @@ constexpr int kTileGroups = static_cast<int>(kTile) / kGroup;
 // ---- who takes which tiles
 // ------------------------------------------------------------------------
 
+// The place in an array [_, columns].
+struct Place2d {
+  int64_t row;
+  int64_t column;
+};
+
+// Of entry k, for k and columns below 2^31, which is what launches have of blocks: a division of
+// 64-bit numbers takes several times the code.
+__device__ __forceinline__ Place2d place_in(int64_t k, int64_t columns) {
+  const uint32_t index = static_cast<uint32_t>(k), width = static_cast<uint32_t>(columns);
+  return {index / width, index % width};
+}
+
 // Block k of a launch of [units, splits] blocks.
 struct Unit {
   int64_t index;
@@ -34,30 +49,35 @@ struct Unit {
 };
 
 __device__ __forceinline__ Unit this_unit(int64_t splits) {
-  return {static_cast<int64_t>(blockIdx.x) / splits, static_cast<int64_t>(blockIdx.x) % splits};
+  const Place2d place = place_in(blockIdx.x, splits);
+  return {place.row, place.column};
 }
 
 struct Share {
   int64_t first, last;
 };
 
-// Tiles of block `split` of `splits` that share a row.
+constexpr int64_t kMostSplits = 4096;
+
+// Tiles of block `split` of `splits` that share a row: of fewer than 2^19 tiles
+// (csrc/torch/arguments.cpp), by at most kMostSplits.
 __device__ __forceinline__ Share share_of(int64_t tiles, int64_t split, int64_t splits) {
-  return {tiles * split / splits, tiles * (split + 1) / splits};
+  const uint32_t n = static_cast<uint32_t>(tiles), k = static_cast<uint32_t>(split);
+  return {place_in(n * k, splits).row, place_in(n * (k + 1), splits).row};
 }
 
 // How many blocks share each of `units` rows of `tiles` tiles: the number that is predicted to end
 // soonest. A block takes as long as its tiles, and for its beginning and end as kBeside tiles more;
-// two on a multiprocessor do not hold each other up, further ones do; and those that are not
-// resident wait for others to end.
+// up to kTogether on a multiprocessor do not hold each other up, because each waits for memory most
+// of the time; further ones do; and those that are not resident wait for others to end.
 inline int64_t splits_for(const Gpu& gpu, int64_t units, int64_t tiles) {
-  constexpr int64_t kBeside = 3;
-  const int64_t chip = multiprocessors(gpu);
+  constexpr int64_t kBeside = 3, kTogether = 3;
+  const int64_t chip = gpu.chip.multiprocessors;
   const int64_t resident = chip * kBlocksAt64Registers;
   int64_t best = 1, least = INT64_MAX;
-  for (int64_t splits = 1; splits <= tiles; ++splits) {
+  for (int64_t splits = 1; splits <= tiles && splits <= kMostSplits; ++splits) {
     const int64_t blocks = units * splits;
-    const int64_t waves = 2 * ((blocks + resident - 1) / resident);
+    const int64_t waves = kTogether * ((blocks + resident - 1) / resident);
     const int64_t load = (blocks + chip - 1) / chip;
     const int64_t each = (tiles + splits - 1) / splits + kBeside;
     const int64_t time = each * (waves > load ? waves : load);
@@ -69,16 +89,15 @@ inline int64_t splits_for(const Gpu& gpu, int64_t units, int64_t tiles) {
   return best;
 }
 
-// Asks for the first bytes of a share of a row, a line a thread: they come into L2 while the block
-// finds out what to do with them.
-__device__ __forceinline__ void prefetch_share(const Row& row, int64_t split, int64_t splits) {
+// Asks for as many bytes of a row from `tile` on as the block has threads for, a line each, but for
+// what is not before tile `end`: they come into L2 while the block does other things.
+__device__ __forceinline__ void prefetch_tiles(const Row& row, int64_t tile, int64_t end) {
   constexpr int64_t kLine = 128;  // bytes
   if (row.data == nullptr) return;
-  const Share share = share_of(num_tiles(row.vocab), split, splits);
   const int64_t bytes = row.element == Element::kFloat32 ? 4 : 2;
-  const int64_t place = share.first * kTile * bytes + threadIdx.x * kLine;
-  const int64_t end = share.last * kTile < row.vocab ? share.last * kTile : row.vocab;
-  if (place < end * bytes) prefetch_line(static_cast<const char*>(row.data) + place);
+  const int64_t place = tile * kTile * bytes + threadIdx.x * kLine;
+  const int64_t entries = end * kTile < row.vocab ? end * kTile : row.vocab;
+  if (place < entries * bytes) prefetch_line(static_cast<const char*>(row.data) + place);
 }
 
 // Whether this is the last of `blocks` blocks to come here: it then sees what the others wrote
@@ -99,6 +118,43 @@ __device__ __forceinline__ bool is_last_block(uint32_t* counter, int64_t blocks)
 
 // ---- entries of a tile
 // ----------------------------------------------------------------------------
+
+// What the rows of a launch are, which the host knows: plain ones (no mask, no reduced vocabulary)
+// of one type, so that a kernel has no code for others; or any.
+enum class Elements { kFloat32, kBFloat16, kFloat16, kAny };
+
+// The type of plain rows.
+__host__ __device__ constexpr Element element_of(Elements elements) {
+  return static_cast<Element>(elements);
+}
+static_assert(element_of(Elements::kFloat16) == Element::kFloat16, "types are in one order");
+
+// What the rows of two batches are, if they are plain; a batch without data has no rows.
+inline Elements elements_of(const RowBatch& target, const RowBatch& draft) {
+  if (draft.data != nullptr && draft.element != target.element) return Elements::kAny;
+  return static_cast<Elements>(target.element);
+}
+
+// A kernel for each kind of rows.
+template <typename Kernel>
+struct ByElements {
+  Kernel kernels[4];
+  Kernel operator[](Elements elements) const { return kernels[static_cast<int>(elements)]; }
+  const Kernel* begin() const { return kernels; }
+  const Kernel* end() const { return kernels + 4; }
+};
+
+template <Elements kElements>
+using ElementsConstant = std::integral_constant<Elements, kElements>;
+
+// of(ElementsConstant<...>{}) gives a kernel.
+template <typename Of>
+auto by_elements(const Of& of) {
+  using Kernel = decltype(of(ElementsConstant<Elements::kAny>{}));
+  return ByElements<Kernel>{
+      {of(ElementsConstant<Elements::kFloat32>{}), of(ElementsConstant<Elements::kBFloat16>{}),
+       of(ElementsConstant<Elements::kFloat16>{}), of(ElementsConstant<Elements::kAny>{})}};
+}
 
 enum class Layout {
   kStriped,  // a warp's loads are contiguous; a vector of 32 lanes is two groups
@@ -156,9 +212,12 @@ __device__ __forceinline__ void load_any(const Row& row, int64_t tile, RawTile* 
 
 // What a mask hides is hidden when a tile is widened. kMapped: the row may be in token order, which
 // costs registers.
-template <Layout kLayout, bool kMapped = false>
+template <Layout kLayout, Elements kElements = Elements::kAny, bool kMapped = false>
 __device__ __forceinline__ void load_tile(const Row& row, int64_t tile, RawTile* out) {
-  if (row.element == Element::kFloat32) {
+  if constexpr (kElements != Elements::kAny) {
+    constexpr int kBytes = bytes_of(element_of(kElements));
+    load_span<kLayout, kBytes>(element_of(kElements), span_from<kBytes>(row, tile * kTile), out);
+  } else if (row.element == Element::kFloat32) {
     load_any<kLayout, kMapped, 4>(row, tile, out);
   } else {
     load_any<kLayout, kMapped, 2>(row, tile, out);
@@ -189,12 +248,13 @@ __device__ __forceinline__ void hide_in_tile(uint32_t allowed, float nothing, fl
   }
 }
 
-// The entries of any row, of which `raw` is what load_tile loaded. kMasked: it may have a mask.
-template <Layout kLayout, bool kMasked = true>
+// The entries of a row, of which `raw` is what load_tile loaded. kMasked: any row may have a mask.
+template <Layout kLayout, Elements kElements = Elements::kAny, bool kMasked = true>
 __device__ __forceinline__ void widen_tile(const Row& row, int64_t tile, const RawTile& raw,
                                            float* x) {
-  widen_tile(row.element, raw, x);
-  if (kMasked && row.allowed != nullptr) {
+  constexpr bool kPlain = kElements != Elements::kAny;
+  widen_tile(kPlain ? element_of(kElements) : row.element, raw, x);
+  if (kMasked && !kPlain && row.allowed != nullptr) {
     hide_in_tile(allowed_in_tile<kLayout>(row, tile), nothing(row), x);
   }
 }
@@ -269,13 +329,17 @@ struct ExpWeight {
   }
 };
 
-// floor(weight * kLawUnit): exact, because the unit is a power of two.
-__device__ __forceinline__ uint64_t fixed_weight(float weight) {
-  return static_cast<uint64_t>(weight * static_cast<float>(kLawUnit));
+// floor(weight * unit). Of a law exact, because kLawUnit is a power of two; of a residual as exact
+// as the weight, which is rounded to float32, too.
+__device__ __forceinline__ uint64_t fixed_weight(float weight,
+                                                 float unit = static_cast<float>(kLawUnit)) {
+  return static_cast<uint64_t>(multiply(weight, unit));
 }
 
-__device__ __forceinline__ uint64_t fixed_weight(float weight, double unit) {
-  return static_cast<uint64_t>(static_cast<double>(weight) * unit);
+// residual_unit of core/fixed_point.h as a float. A residual of a mass below 2^-65 sums to less
+// than 2^62.
+__device__ __forceinline__ float residual_unit_of(double mass) {
+  return fminf(0x1p62f / static_cast<float>(mass), 0x1p127f);
 }
 
 // ---- one value a tile
@@ -283,9 +347,6 @@ __device__ __forceinline__ uint64_t fixed_weight(float weight, double unit) {
 
 // Tiles whose threads' results wait for one barrier together.
 constexpr int kTilesAtOnce = 8;
-
-__device__ __forceinline__ float sum_of_warp(float value) { return warp_sum_by_halves(value); }
-__device__ __forceinline__ uint64_t sum_of_warp(uint64_t value) { return warp_sum(value); }
 
 // Writes out[t - first] = sum over threads of value(t): within a warp in value's type, from there
 // on in T, in the order of warps. Collective over the block, and its threads meet at the end.
@@ -296,7 +357,7 @@ __device__ __forceinline__ void sum_each_tile(int64_t first, int64_t last, T* ou
   for (int64_t base = first; base < last; base += kTilesAtOnce) {
     const int tiles = clamp_to(last - base, 0, kTilesAtOnce);
     for (int k = 0; k < tiles; ++k) {
-      const T sum = sum_of_warp(value(base + k));
+      const T sum = warp_sum(value(base + k));
       if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = sum;
     }
     __syncthreads();

@@ -28,12 +28,14 @@ struct MapArrays {
 };
 
 __global__ void __launch_bounds__(kThreads) clear_map(const TokenMap map, const MapArrays arrays) {
+  begin_kernel();
   const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (token == 0) *arrays.broken = 0;
   if (arrays.entries != nullptr && token < map.num_tokens) arrays.entries[token] = -1;
 }
 
 __global__ void __launch_bounds__(kThreads) fill_map(const TokenMap map, const MapArrays arrays) {
+  begin_kernel();
   const int64_t entry = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (entry >= map.num_entries) return;
   const int64_t token = load_id(map.ids, entry, 0);
@@ -68,6 +70,8 @@ void launch_map(const Gpu& gpu, const Workspace& workspace, const MapReservation
   map->entries = arrays.entries;
   map->broken = arrays.broken;
 }
+
+void load_map(const Loading& load) { load(clear_map, fill_map); }
 
 }  // namespace
 }  // namespace cuda

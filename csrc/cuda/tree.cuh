@@ -75,8 +75,7 @@ struct TreeRows {
   TreeScratch s;
 
   __device__ FilteredRow operator()(int64_t row) const {
-    const int64_t b = row / s.rows;
-    const int64_t slot = row % s.rows;
+    const auto [b, slot] = place_in(row, s.rows);
     const Request& r = s.requests[b];
     if (slot >= p.nodes) {
       const int64_t v = slot - p.nodes;
@@ -93,8 +92,7 @@ struct RawRows {
   VerifyTreeParams p;
 
   __device__ FilteredRow operator()(int64_t row) const {
-    const int64_t b = row / p.nodes;
-    const int64_t k = row % p.nodes;
+    const auto [b, k] = place_in(row, p.nodes);
     if (k > p.num_accepted[b]) return {};
     return {target_row(p, b, k == 0 ? 0 : p.path[row - 1]), Filters{}};
   }
@@ -173,6 +171,7 @@ __device__ void ask_for_drafts(const VerifyTreeParams& p, const NodesAsGiven& gi
 // open_tree of core/tree.h. Grid: a block a request.
 __global__ void __launch_bounds__(kThreads)
     open_trees(const VerifyTreeParams p, const TreeScratch s) {
+  begin_kernel();
   __shared__ NodesAsGiven given;
   const int64_t b = blockIdx.x;
   Request r = begin_request(p, b);

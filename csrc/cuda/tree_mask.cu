@@ -29,6 +29,7 @@ __device__ void write_node(const TreeMaskParams& p, int64_t b, int v, bool paddi
 }
 
 __global__ void __launch_bounds__(kThreads) write_tree(const TreeMaskParams p) {
+  begin_kernel();
   __shared__ int16_t parents[kMaxNodes];
   const int64_t b = blockIdx.x;
   int64_t size = load_tree(p, b, parents);
@@ -44,6 +45,8 @@ __global__ void __launch_bounds__(kThreads) write_tree(const TreeMaskParams p) {
 void tree_mask(const TreeMaskParams& p, const Gpu& gpu) {
   launch(gpu, "write_tree", write_tree, p.batch, p);
 }
+
+void load_tree_mask(const Loading& load) { load(write_tree); }
 
 }  // namespace cuda
 }  // namespace specdec

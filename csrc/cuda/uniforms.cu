@@ -12,6 +12,7 @@ namespace {
 using namespace SPECDEC_CPU_ISA;
 
 __global__ void __launch_bounds__(kThreads) write_uniforms(const UniformsParams p) {
+  begin_kernel();
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= p.batch * p.n) return;
   const int64_t b = at / p.n;
@@ -27,6 +28,8 @@ void uniforms(const UniformsParams& p, const Gpu& gpu) {
   const int64_t blocks = (p.batch * p.n + kThreads - 1) / kThreads;
   launch(gpu, "write_uniforms", write_uniforms, blocks, p);
 }
+
+void load_uniforms(const Loading& load) { load(write_uniforms); }
 
 }  // namespace cuda
 }  // namespace specdec

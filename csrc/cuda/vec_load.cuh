@@ -51,12 +51,15 @@ __device__ __forceinline__ uint32_t nothing_bits(Element element, bool linear) {
   return element == Element::kBFloat16 ? 0xFF80u : 0xFC00u;
 }
 
-__device__ __forceinline__ void load_words(const char* address, uint32_t* words) {
-  const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(address));
+__device__ __forceinline__ void take_words(const uint4& loaded, uint32_t* words) {
   words[0] = loaded.x;
   words[1] = loaded.y;
   words[2] = loaded.z;
   words[3] = loaded.w;
+}
+
+__device__ __forceinline__ void load_words(const char* address, uint32_t* words) {
+  take_words(__ldg(reinterpret_cast<const uint4*>(address)), words);
 }
 
 // The four words that begin `bytes` (below 16) into eight, without an index that the compiler does
@@ -75,11 +78,13 @@ __device__ __forceinline__ void cut_out(const uint32_t* from, int32_t bytes, uin
   }
 }
 
-// kLoad bytes of entries, of which the row has the first `count`.
+// kLoad bytes of entries, of which the row has the first `count`, one by one. A call: it is for the
+// ends of rows, and its code is large.
 template <int kBytes>
-__device__ __forceinline__ void load_entries(const char* address, int32_t count, uint32_t nothing,
-                                             uint32_t* words) {
+__device__ __attribute__((noinline)) uint4 load_entries(const char* address, int32_t count,
+                                                        uint32_t nothing) {
   constexpr int kPerWord = 4 / kBytes;
+  uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     words[i] = 0;
@@ -97,6 +102,7 @@ __device__ __forceinline__ void load_entries(const char* address, int32_t count,
       words[i] |= entry << (j * 16);
     }
   }
+  return {words[0], words[1], words[2], words[3]};
 }
 
 __device__ __forceinline__ int32_t misalignment(const Span& span) {
@@ -133,7 +139,7 @@ __device__ __forceinline__ void load_vector(Element element, const Span& span, i
       load_words(address - misaligned + kLoad, around + 4);
       cut_out(around, misaligned, words);
     } else {
-      load_entries<kBytes>(address, count, nothing_bits(element, span.linear), words);
+      take_words(load_entries<kBytes>(address, count, nothing_bits(element, span.linear)), words);
     }
   }
 }

@@ -34,11 +34,13 @@ using namespace SPECDEC_CPU_ISA;
 template <bool kMasked, Elements kElements>
 __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
     scan_laws(const VerifyParams p, const Scratch s, int64_t splits) {
+  begin_kernel();
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
-  const int64_t b = unit.index / s.rows;
-  const int64_t slot = unit.index % s.rows;
-  prefetch_share(row_of_slot(p, b, slot), unit.split, splits);
+  const auto [b, slot] = place_in(unit.index, s.rows);
+  const Row row = row_of_slot(p, b, slot);
+  const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
+  prefetch_tiles(row, share.first, share.last);
   open_for_rows(p, b, request.data());
   if (unit.split == 0 && threadIdx.x == 0) s.counters[unit.index] = 0;
   if (unit.split == 0 && slot == 0) clear_queue(s.queue, b);
@@ -48,11 +50,13 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
 template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     finish_laws(const VerifyParams p, const Scratch s) {
+  begin_kernel();
   __shared__ SharedArray<Request, 1> request;
   __shared__ SharedArray<RowTask, 1> shared_task;  // registers are short
   const int64_t row = blockIdx.x;
-  open_for_rows(p, row / s.rows, request.data());
-  if (threadIdx.x == 0) shared_task[0] = row_task(p, request[0], row % s.rows);
+  const auto [b, slot] = place_in(row, s.rows);
+  open_for_rows(p, b, request.data());
+  if (threadIdx.x == 0) shared_task[0] = row_task(p, request[0], slot);
   __syncthreads();
   const RowTask& task = shared_task[0];
   const float* group_max = s.group_max != nullptr ? s.group_max + row * s.groups : nullptr;
@@ -69,11 +73,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     race_rows(const VerifyParams p, const Scratch s, int64_t splits) {
+  begin_kernel();
   __shared__ SharedArray<Request, 1> request;
   __shared__ SharedArray<RaceTask, 1> task;
   const Unit unit = this_unit(splits);
-  const int64_t b = unit.index / s.rows;
-  const int64_t i = unit.index % s.rows;
+  const auto [b, i] = place_in(unit.index, s.rows);
   open_for_rows(p, b, request.data());
   const Request& r = request[0];
   if (r.greedy || i > r.drafted) return;
@@ -92,17 +96,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 // ---- the extra token ---
 
-template <bool kMapped>
+template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     draw_extra(const VerifyParams p, const Scratch s, int64_t splits) {
+  begin_kernel();
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
   copy_by_block(request.data(), s.decisions[b].request);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
-  const bool last = draw<kMapped>(&task, task.mass, s.tile_sums + b * s.tiles, s.counters + b,
-                                  unit.split, splits);
+  const bool last = draw<kElements>(&task, task.mass, s.tile_sums + b * s.tiles, s.counters + b,
+                                    unit.split, splits);
   if (last && threadIdx.x == 0) write_extra_token(p, b, request[0].accepted, task);
 }
 
@@ -118,19 +123,19 @@ __device__ RowTask raw_task(const VerifyParams& p, int64_t b, int64_t i) {
 template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     scan_raw(const VerifyParams p, const Scratch s, int64_t splits) {
+  begin_kernel();
   const Unit unit = this_unit(splits);
-  const int64_t b = unit.index / (p.gamma + 1);
-  const int64_t i = unit.index % (p.gamma + 1);
+  const auto [b, i] = place_in(unit.index, p.gamma + 1);
   scan_share<kMasked>(raw_task(p, b, i), s, b * s.rows + i, unit.split, splits);
 }
 
 // A warp a row.
 __global__ void __launch_bounds__(kThreads)
     write_raw_logprobs(const VerifyParams p, const Scratch s) {
+  begin_kernel();
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (place >= p.batch * (p.gamma + 1)) return;
-  const int64_t b = place / (p.gamma + 1);
-  const int64_t i = place % (p.gamma + 1);
+  const auto [b, i] = place_in(place, p.gamma + 1);
   const RowTask task = raw_task(p, b, i);
   double unused = 0.0;
   const RowLaw law = combine_tiles(task.row, task.filters, false, task.extra,
@@ -160,7 +165,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.races = runs_races(p.rule);
   const int64_t rows = p.batch * s.rows;
   s.queue.requests = p.batch;
-  s.queue.capacity = p.batch * s.sums;
+  s.queue.sums = s.sums;
   s.queue.splits = splits_for(gpu, p.batch * (s.sums > 0 ? s.sums : 1), s.tiles);
   const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
@@ -193,19 +198,24 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
 int64_t deciding_blocks(const Gpu& gpu, const Scratch& s) {
   if (s.sums == 0) return s.queue.requests;
   const int64_t blocks = s.queue.requests * s.sums * s.queue.splits;
-  const int64_t resident = multiprocessors(gpu) * kBlocksAt128Registers;
+  const int64_t resident = gpu.chip.multiprocessors * kBlocksAt128Registers;
   return blocks < resident ? blocks : resident;
 }
 
-// Rows of one type, and no mask, are what most calls have.
-auto scan_kernel(const VerifyParams& p, const Scratch& s) {
-  const bool has_draft = s.rows > p.gamma + 1;
-  if (p.mask.words != nullptr) return scan_laws<true, Elements::kAny>;
-  if (has_draft && p.draft.element != p.target.element) return scan_laws<false, Elements::kAny>;
-  if (p.target.element == Element::kFloat32) return scan_laws<false, Elements::kFloat32>;
-  if (p.target.element == Element::kBFloat16) return scan_laws<false, Elements::kBFloat16>;
-  return scan_laws<false, Elements::kFloat16>;
+// What the rows are, but for masks and maps.
+Elements elements_of_rows(const VerifyParams& p) {
+  return elements_of(p.target, reads_draft_law(p.rule) ? p.draft : RowBatch{});
 }
+
+// What they are where they are weighed.
+Elements elements_of_laws(const VerifyParams& p) {
+  const bool plain = p.mask.words == nullptr && p.map.ids.data == nullptr;
+  return plain ? elements_of_rows(p) : Elements::kAny;
+}
+
+const auto kScan = by_elements([](auto e) { return scan_laws<false, decltype(e)::value>; });
+const auto kDecide = by_elements([](auto e) { return decide<decltype(e)::value>; });
+const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value>; });
 
 // Launches kernel(p, s, splits) over units x splits blocks, a row's tiles shared out among as many
 // blocks as it takes to fill the chip.
@@ -227,21 +237,26 @@ void verify(const VerifyParams& given, const Gpu& gpu) {
   launch_map(gpu, workspace, map, &p.map);
   const int64_t nodes = p.batch * (p.gamma + 1);
   const bool masked = p.mask.words != nullptr;
-  launch_split(gpu, "scan_laws", scan_kernel(p, s), p.batch * s.rows, p, s);
+  launch_split(gpu, "scan_laws",
+               masked ? scan_laws<true, Elements::kAny> : kScan[elements_of_rows(p)],
+               p.batch * s.rows, p, s);
   if (s.finished) {
     launch(gpu, "finish_laws", masked ? finish_laws<true> : finish_laws<false>, p.batch * s.rows, p,
            s);
   }
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, p, s);
-  launch(gpu, "decide", decide, deciding_blocks(gpu, s), p, s);
-  if (!s.races) {
-    const bool mapped = p.map.ids.data != nullptr;
-    launch_split(gpu, "draw_extra", mapped ? draw_extra<true> : draw_extra<false>, p.batch, p, s);
-  }
+  launch(gpu, "decide", kDecide[elements_of_laws(p)], deciding_blocks(gpu, s), p, s);
+  if (!s.races) launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, p, s);
   if (p.raw_logprobs) {
     launch_split(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>, nodes, p, s);
     launch(gpu, "write_raw_logprobs", write_raw_logprobs, (nodes + kWarps - 1) / kWarps, p, s);
   }
+}
+
+void load_verify(const Loading& load) {
+  load(kScan, scan_laws<true, Elements::kAny>, finish_laws<false>, finish_laws<true>, race_rows,
+       kDecide, kDraw, scan_raw<false>, scan_raw<true>, write_raw_logprobs);
+  load_map(load);
 }
 
 }  // namespace cuda

@@ -39,10 +39,10 @@ using namespace SPECDEC_CPU_ISA;
 
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     race_nodes(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
+  begin_kernel();
   __shared__ SharedArray<RaceTask, 1> task;
   const Unit unit = this_unit(splits);
-  const int64_t b = unit.index / p.nodes;
-  const int64_t v = unit.index % p.nodes;
+  const auto [b, v] = place_in(unit.index, p.nodes);
   if (!is_reachable(s.trees[b], v)) return;
   const LawRow target = Nodes(p, s, b).target(v);
   if (!target.law.valid || target.law.point_mass) return;
@@ -66,15 +66,14 @@ __device__ DrawTask task_of(const VerifyTreeParams& p, const TreeScratch& s, con
 
 // Adds up a piece of a sum. True in every thread of the block that did the last one, with *mass set
 // in the first warp.
+template <Elements kElements>
 __device__ bool add_piece(const VerifyTreeParams& p, const TreeScratch& s, const Ticket& ticket,
                           double* mass) {
-  __shared__ SharedArray<DrawTask, 1> task;
   const Work& work = ticket.work;
-  if (threadIdx.x == 0) task[0] = task_of(p, s, work);
-  __syncthreads();
-  return add_mass<true>(task[0], s.masses + (work.request * p.nodes + work.node) * s.tiles,
-                        s.laws.counters + work.request * s.rows + work.node, ticket.piece,
-                        s.queue.splits, mass);
+  return add_mass<kElements, true>([&] { return task_of(p, s, work); },
+                                   s.masses + (work.request * p.nodes + work.node) * s.tiles,
+                                   s.laws.counters + work.request * s.rows + work.node,
+                                   ticket.piece, s.queue.splits, mass);
 }
 
 // Takes a request down from a node until it waits, or ends and has its winner: a stepwise rule.
@@ -147,8 +146,10 @@ __device__ void end_request(const VerifyTreeParams& p, const TreeScratch& s, int
   if (threadIdx.x == 0) close_request(p, s, tree);
 }
 
+template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     visit_trees(const __grid_constant__ VerifyTreeParams p, const __grid_constant__ TreeScratch s) {
+  begin_kernel();
   // take_on and close_request are calls: what one thread does shall not take registers from the
   // sums. Hence __grid_constant__: the parameters' addresses are taken.
   __shared__ bool ends;
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     if (!ticket.given) return;
     const Work& work = ticket.work;
     double mass = 0.0;
-    if (work.sum != Sum::kNone && !add_piece(p, s, ticket, &mass)) continue;
+    if (work.sum != Sum::kNone && !add_piece<kElements>(p, s, ticket, &mass)) continue;
     if (threadIdx.x == 0) {
       ends = false;
       if (work.sum == Sum::kFinalMass) {
@@ -174,17 +175,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
 
 // ---- the extra token ---
 
-template <bool kMapped>
+template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     draw_token(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
+  begin_kernel();
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
   copy_by_block(request.data(), s.requests[b]);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
-  const bool last = draw<kMapped, true>(&task, task.mass, s.tile_sums + b * s.tiles,
-                                        s.laws.counters + b * s.rows, unit.split, splits);
+  const bool last = draw<kElements, true>(&task, task.mass, s.tile_sums + b * s.tiles,
+                                          s.laws.counters + b * s.rows, unit.split, splits);
   if (last && threadIdx.x == 0) write_tree_token(p, b, request[0].accepted, task);
 }
 
@@ -193,6 +195,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
 // A warp a row.
 __global__ void __launch_bounds__(kThreads)
     write_raw_logprobs(const RawRows rows, const LawScratch s) {
+  begin_kernel();
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (place >= s.count) return;
   const FilteredRow task = rows(place);
@@ -214,7 +217,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   s.rows = has_draft ? 2 * p.nodes : p.nodes;
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.queue.requests = p.batch;
-  s.queue.capacity = 2 * nodes;
+  s.queue.sums = 2 * p.nodes;
   s.queue.splits = splits_for(gpu, p.batch, s.tiles);
   const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, filters, true);
   const auto links = workspace->reserve<int32_t>(TreeMemory::kLinks * nodes);
@@ -254,9 +257,18 @@ int64_t visiting_blocks(const Gpu& gpu, const VerifyTreeParams& p, const WorkQue
   constexpr int64_t kVisitsAtOnce = 4;  // of a request, at a guess; one under a stepwise rule
   const int64_t visits = p.rule == Rule::kTraversal ? kVisitsAtOnce : 1;
   const int64_t blocks = p.batch * queue.splits * visits;
-  const int64_t resident = multiprocessors(gpu) * kBlocksAt128Registers;
+  const int64_t resident = gpu.chip.multiprocessors * kBlocksAt128Registers;
   return blocks < resident ? blocks : resident;
 }
+
+// What the rows are where they are weighed.
+Elements elements_of_laws(const VerifyTreeParams& p) {
+  if (p.mask.words != nullptr || p.map.ids.data != nullptr) return Elements::kAny;
+  return elements_of(p.target, reads_draft_law(p.rule) ? p.draft : RowBatch{});
+}
+
+const auto kVisit = by_elements([](auto e) { return visit_trees<decltype(e)::value>; });
+const auto kDraw = by_elements([](auto e) { return draw_token<decltype(e)::value>; });
 
 void launch_raw_logprobs(const Gpu& gpu, const VerifyTreeParams& p, const TreeScratch& s) {
   LawScratch raw = s.laws;
@@ -283,13 +295,19 @@ void verify_tree(const VerifyTreeParams& given, const Gpu& gpu) {
     const int64_t nodes = p.batch * p.nodes, splits = splits_for(gpu, nodes, s.tiles);
     launch(gpu, "race_nodes", race_nodes, nodes * splits, p, s, splits);
   }
-  launch(gpu, "visit_trees", visit_trees, visiting_blocks(gpu, p, s.queue), p, s);
+  launch(gpu, "visit_trees", kVisit[elements_of_laws(p)], visiting_blocks(gpu, p, s.queue), p, s);
   if (s.winners == nullptr) {
     const int64_t splits = splits_for(gpu, p.batch, s.tiles);
-    const auto kernel = p.map.ids.data != nullptr ? draw_token<true> : draw_token<false>;
-    launch(gpu, "draw_token", kernel, p.batch * splits, p, s, splits);
+    launch(gpu, "draw_token", kDraw[elements_of_laws(p)], p.batch * splits, p, s, splits);
   }
   if (p.raw_logprobs) launch_raw_logprobs(gpu, p, s);
+}
+
+void load_verify_tree(const Loading& load) {
+  load(open_trees, race_nodes, kVisit, kDraw, write_raw_logprobs);
+  load_laws<TreeRows>(load);
+  load_laws<RawRows>(load);
+  load_map(load);
 }
 
 }  // namespace cuda

@@ -58,9 +58,9 @@ struct WorkQueue {
   WorkWord* tickets = nullptr;    // taken
   WorkWord* published = nullptr;  // sums
   WorkWord* closed = nullptr;     // requests
-  WorkWord* words = nullptr;      // [capacity], 0 while a sum is not there
-  int64_t capacity = 0;
+  WorkWord* words = nullptr;      // [requests, sums], 0 while a sum is not there
   int64_t requests = 0;
+  int64_t sums = 0;  // that a request may ask for
   int64_t splits = 1;
 };
 
@@ -68,9 +68,9 @@ struct WorkQueue {
 
 constexpr int64_t kQueueHeads = 3;
 
-// Memory for a queue of this capacity.
+// Memory for a queue of this size.
 Reserved<WorkWord> reserve_queue(Workspace* workspace, const WorkQueue& queue) {
-  return workspace->reserve<WorkWord>(kQueueHeads + queue.capacity);
+  return workspace->reserve<WorkWord>(kQueueHeads + queue.requests * queue.sums);
 }
 
 void place_queue(const Workspace& workspace, Reserved<WorkWord> reserved, WorkQueue* queue) {
@@ -82,10 +82,9 @@ void place_queue(const Workspace& workspace, Reserved<WorkWord> reserved, WorkQu
 
 // ---- on the device ---
 
-// An empty queue; a block for each request clears its share of a capacity that requests divide.
+// An empty queue; a block for each request clears its share.
 __device__ void clear_queue(const WorkQueue& queue, int64_t b) {
-  const int64_t share = queue.capacity / queue.requests;
-  for (int64_t i = threadIdx.x; i < share; i += kThreads) queue.words[b * share + i] = 0;
+  for (int64_t i = threadIdx.x; i < queue.sums; i += kThreads) queue.words[b * queue.sums + i] = 0;
   if (b == 0 && threadIdx.x == 0) *queue.tickets = *queue.published = *queue.closed = 0;
 }
 
@@ -96,13 +95,25 @@ __device__ void publish(const WorkQueue& queue, const Work& work) {
   atomicExch(queue.words + place, packed(work));
 }
 
+// The same, of the works of the lanes that ask, in their order. Collective over a full warp.
+__device__ void publish_by_warp(const WorkQueue& queue, const Work& work, bool asks) {
+  const unsigned asking = __ballot_sync(kAllLanes, asks);
+  const unsigned lane = threadIdx.x % kWarp;
+  WorkWord place = 0;
+  if (lane == 0) place = atomicAdd(queue.published, static_cast<WorkWord>(__popc(asking)));
+  place = __shfl_sync(kAllLanes, place, 0) + __popc(asking & ((1u << lane) - 1));
+  if (!asks) return;
+  __threadfence();
+  atomicExch(queue.words + place, packed(work));
+}
+
 __device__ Ticket wait_for_work(const WorkQueue& queue) {
   constexpr unsigned kPause = 100;  // nanoseconds
   const int64_t ticket = static_cast<int64_t>(atomicAdd(queue.tickets, WorkWord{1}));
   if (ticket < queue.requests) return {true, {ticket, 0, Sum::kNone}, 0};
   const int64_t place = (ticket - queue.requests) / queue.splits;
   const int64_t piece = (ticket - queue.requests) % queue.splits;
-  while (place < queue.capacity) {
+  while (place < queue.requests * queue.sums) {
     const WorkWord word = *static_cast<const volatile WorkWord*>(queue.words + place);
     if (word != 0) {
       __threadfence();

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 #include <numeric>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -76,6 +77,7 @@ struct Fibre {
   Site site{"", "", 0};
   Combine combine = nullptr;
   void* mine = nullptr;
+  bool waited = false;  // for the launch before
 };
 
 // ---- the blocks that are under way --------------------------------------------------------------
@@ -101,6 +103,7 @@ struct Block {
   std::vector<uint32_t> at_warp;      // lanes that wait for others of their warp, warp by warp
   std::vector<unsigned char> shared;  // its shared memory while others run, once it has begun
   int64_t index = 0;
+  int64_t meetings = 0;  // of all its threads
   int current = 0;
   int at_block = 0;
   int returned = 0;
@@ -117,13 +120,19 @@ struct Machine {
   int threads = 0;
   int64_t left = 0;  // blocks that have not begun
   int64_t naps = 0;
+  bool napped = false;     // the block that ran last
   bool suspended = false;  // the block that runs lets others go on
+  const Launch* launch = nullptr;
+  Observer observer = nullptr;
+  int64_t multiprocessors = 8;
   void (*thread)(const void*) = nullptr;
   const void* context = nullptr;
   int lost = -1;
   std::string error;
   uint64_t random = 1;
   int64_t launches = 0;
+  int64_t waits = 0;             // threads that have waited for the launch before
+  std::set<const void*> loaded;  // kernels
 };
 
 Machine the_machine;
@@ -224,6 +233,7 @@ void hold_block_meeting(Machine* m, Combine combine) {
     m->brought[i] = block->fibres[i]->mine;
   }
   if (combine != nullptr) combine(m->brought.data(), m->threads);
+  ++block->meetings;
   block->at_block = 0;
   for (int i = 0; i < m->threads; ++i) release(block, i);
 }
@@ -247,6 +257,10 @@ void hold_warp_meeting(Machine* m, int first, uint32_t mask, Combine combine) {
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
+
+void tell(const Machine& m, Moment moment, int64_t block = -1, int64_t meetings = 0) {
+  if (m.observer != nullptr) m.observer(m.launch, moment, block, meetings);
+}
 
 // "31 threads wait: __syncthreads at draw.cuh:57; 1 returned" once nobody can go on.
 std::string describe_deadlock(const Block& block) {
@@ -298,8 +312,13 @@ void begin(Machine* m, Block* block, int64_t index) {
   block->runnable.clear();
   block->at_warp.assign((m->threads + kWarpLanes - 1) / kWarpLanes, 0);
   block->at_block = block->returned = 0;
-  for (int i = 0; i < m->threads; ++i) release(block, i);
+  block->meetings = 0;
+  for (int i = 0; i < m->threads; ++i) {
+    block->fibres[static_cast<size_t>(i)]->waited = false;
+    release(block, i);
+  }
   block->under_way = true;
+  tell(*m, Moment::kBlockBegins, index);
 }
 
 // Runs a block until it ends or lets others go on. At its beginning shared memory holds nothing
@@ -329,6 +348,7 @@ void run_block(Machine* m, Block* block) {
   }
   block->under_way = false;
   if (block->returned < m->threads) m->error = describe_deadlock(*block);
+  tell(*m, Moment::kBlockEnded, block->index, block->meetings);
 }
 
 // Threads that will never go on leave their stacks as they are: kernels own nothing.
@@ -349,6 +369,7 @@ void prepare(Machine* m, int64_t blocks, int threads) {
   m->shared = shared_memory();
   m->left = blocks;
   m->naps = 0;
+  m->waits = 0;
   m->suspended = false;
   m->residents.resize(kResidents);
   for (Block& block : m->residents) {
@@ -369,7 +390,10 @@ Block* choose_block(Machine* m) {
     may_begin = may_begin && block.under_way;
     candidates[n++] = &block;
   }
-  return n == 0 ? nullptr : candidates[random_below(m, n)];
+  if (n == 0) return nullptr;
+  const bool in_order = m->observer != nullptr && !m->napped;
+  m->napped = false;
+  return candidates[in_order ? 0 : random_below(m, n)];
 }
 
 // A stride that visits every block once.
@@ -414,24 +438,28 @@ void meet_other_blocks(const void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   const auto shared = reinterpret_cast<uintptr_t>(m.shared.begin);
   if (at >= shared && at < shared + m.shared.bytes) return;
-  if (random_below(&m, kSeldom) == 0) suspend(&m);
+  if (m.observer == nullptr && random_below(&m, kSeldom) == 0) suspend(&m);
 }
 
 void wait_for_other_blocks() {
   if (++the_machine.naps > kMostNaps) fail("blocks wait for each other in vain");
+  the_machine.napped = true;
   suspend(&the_machine);
 }
 
-void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(const void*),
-              const void* context) {
+void run_grid(const Launch& launch, void (*thread)(const void*), const void* context) {
   Machine& m = the_machine;
   const std::lock_guard<std::mutex> lock(m.one_launch_at_a_time);
+  const int64_t blocks = launch.blocks;
   ++m.launches;
+  m.launch = &launch;
   m.thread = thread;
   m.context = context;
-  prepare(&m, blocks, threads);
-  const int64_t stride = random_stride(&m, blocks);
-  int64_t next = random_below(&m, static_cast<uint32_t>(blocks));
+  prepare(&m, blocks, static_cast<int>(launch.threads));
+  tell(m, Moment::kLaunchBegins);
+  const bool in_order = m.observer != nullptr;
+  const int64_t stride = in_order ? 1 : random_stride(&m, blocks);
+  int64_t next = in_order ? 0 : random_below(&m, static_cast<uint32_t>(blocks));
   while (Block* block = choose_block(&m)) {
     if (!block->under_way) {
       begin(&m, block, next);
@@ -439,9 +467,15 @@ void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(co
       --m.left;
     }
     run_block(&m, block);
-    if (!m.error.empty()) give_up(&m, kernel);
+    if (!m.error.empty()) give_up(&m, launch.name);
   }
   m.lost = -1;
+  tell(m, Moment::kLaunchEnded);
+  if (launch.chained && m.waits != blocks * launch.threads) {
+    throw std::runtime_error(std::string(launch.name) + ": " + std::to_string(m.waits) + " of " +
+                             std::to_string(blocks * launch.threads) +
+                             " threads waited for the launch before");
+  }
 }
 
 void set_seed(uint64_t seed) {
@@ -453,6 +487,40 @@ void lose_thread(int thread) {
   const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
   the_machine.lost = thread;
 }
+
+void load(const void* kernel) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.loaded.insert(kernel);
+}
+
+void expect_loaded(const char* name, const void* kernel) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  const std::set<const void*>& loaded = the_machine.loaded;
+  if (!loaded.empty() && loaded.count(kernel) == 0) {
+    throw std::runtime_error(std::string(name) + " is launched, but was not loaded");
+  }
+}
+
+void note_wait() {
+  Machine& m = the_machine;
+  Fibre& fibre = *m.block->fibres[static_cast<size_t>(m.block->current)];
+  if (!fibre.waited) ++m.waits;
+  fibre.waited = true;
+}
+
+void unload() {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.loaded.clear();
+}
+
+void set_observer(Observer observer) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.observer = observer;
+}
+
+void set_multiprocessors(int64_t count) { the_machine.multiprocessors = count; }
+
+int64_t multiprocessors() { return the_machine.multiprocessors; }
 
 int64_t num_launches() {
   const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);

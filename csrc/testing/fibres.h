@@ -47,10 +47,66 @@ void wait_for_other_blocks();
 // Ends the launch with an error.
 [[noreturn]] void fail(const char* what);
 
+// A kernel's parameter, as it lies in memory.
+struct Parameter {
+  const void* data;
+  int64_t bytes;
+};
+
+struct Launch {
+  const char* name;      // for messages
+  const void* function;  // of the host: its symbol tells which instance of a template it is
+  int64_t blocks;
+  int64_t threads;  // of a block
+  const Parameter* parameters;
+  int64_t num_parameters;
+  bool chained;  // all its threads wait for the launch before
+};
+
 // Runs thread(context) for every thread of every block. Throws std::runtime_error, with the
 // kernel's name, for whatever went wrong in it.
-void run_grid(const char* kernel, int64_t blocks, int threads, void (*thread)(const void*),
-              const void* context);
+void run_grid(const Launch& launch, void (*thread)(const void*), const void* context);
+
+// Runs kernel(params...).
+template <typename... Params>
+void run_kernel(const char* name, void (*kernel)(Params...), int64_t blocks, int threads,
+                bool chained, const Params&... params) {
+  const Parameter parameters[] = {{&params, static_cast<int64_t>(sizeof(Params))}...,
+                                  {nullptr, 0}};  // no array without elements
+  const Launch launch{
+      name,   reinterpret_cast<const void*>(kernel), blocks, threads, parameters, sizeof...(Params),
+      chained};
+  const auto thread = [&] { kernel(params...); };
+  using Thread = decltype(thread);
+  run_grid(launch, [](const void* t) { (*static_cast<Thread*>(t))(); }, &thread);
+}
+
+// A library that loads kernels loads all that it launches.
+void load(const void* kernel);
+void expect_loaded(const char* name, const void* kernel);
+void unload();
+
+// The thread waits for the launch before.
+void note_wait();
+
+// ---- watching launches --------------------------------------------------------------------------
+
+// When an observer is called. Between, it may read all memory that kernels read.
+enum class Moment : int32_t { kLaunchBegins, kBlockBegins, kBlockEnded, kLaunchEnded };
+
+// `block` is -1 where the moment is not about one; `meetings` counts the meetings of all threads of
+// the block that has ended.
+using Observer = void (*)(const Launch* launch, Moment moment, int64_t block, int64_t meetings);
+
+// From here on, null for none. Under an observer blocks run in their order, one after another, but
+// that a block which naps lets the next one begin: so what memory holds when a block begins is what
+// a launch of that block alone would see.
+void set_observer(Observer observer);
+
+// What kernels are told about the device: few multiprocessors, so that blocks take more than one
+// tile, unless somebody says otherwise.
+void set_multiprocessors(int64_t count);
+int64_t multiprocessors();
 
 // The order of blocks and threads from here on.
 void set_seed(uint64_t seed);

@@ -22,6 +22,8 @@ constexpr int64_t kFence = 256;
 struct Asked {
   int64_t allocations = 0;
   int64_t bytes = 0;
+  void* last = nullptr;  // allocation
+  int64_t bytes_of_last = 0;
 };
 
 Asked asked;
@@ -59,14 +61,18 @@ struct Scratch {
     asked.bytes += bytes;
     auto& blocks = static_cast<Scratch*>(scratch)->blocks;
     blocks.emplace_back(bytes);
-    return blocks.back().memory.get();
+    asked.last = blocks.back().memory.get();
+    asked.bytes_of_last = bytes;
+    return asked.last;
   }
 };
 
 template <auto Kernel, typename Call>
 void run(const Call& call) {
   Scratch scratch;
-  Kernel(call.params, cuda::Gpu{nullptr, Scratch::allocate, &scratch});
+  cuda::Chip chip = cuda::chip_of(0);
+  chip.multiprocessors = fibres::multiprocessors();
+  Kernel(call.params, cuda::Gpu{chip, nullptr, Scratch::allocate, &scratch});
   for (const Block& block : scratch.blocks) {
     if (block.intact()) continue;
     throw std::runtime_error("kernels wrote past the end of " + std::to_string(block.bytes) +
@@ -85,13 +91,23 @@ SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
 #undef SPECDEC_IMPLEMENT
 }
 
-// ---- for ctypes
-// ----------------------------------------------------------------------------------
+// ---- for ctypes ---------------------------------------------------------------------------------
 
 #define SPECDEC_TEST extern "C" __attribute__((visibility("default")))
 
 SPECDEC_TEST void fibres_seed(uint64_t seed) { specdec::fibres::set_seed(seed); }
 SPECDEC_TEST void fibres_lose_thread(int thread) { specdec::fibres::lose_thread(thread); }
+SPECDEC_TEST void fibres_observe(specdec::fibres::Observer observer) {
+  specdec::fibres::set_observer(observer);
+}
+SPECDEC_TEST void fibres_multiprocessors(int64_t count) {
+  specdec::fibres::set_multiprocessors(count);
+}
 SPECDEC_TEST int64_t fibres_launches() { return specdec::fibres::num_launches(); }
 SPECDEC_TEST int64_t fibres_allocations() { return specdec::asked.allocations; }
 SPECDEC_TEST int64_t fibres_bytes() { return specdec::asked.bytes; }
+// The scratch memory asked for last, for an observer.
+SPECDEC_TEST void* fibres_scratch(int64_t* bytes) {
+  *bytes = specdec::asked.bytes_of_last;
+  return specdec::asked.last;
+}

@@ -206,7 +206,26 @@ constexpr Mistake kMistakes[] = {
     {"wait_for_nobody", wait_for_nobody},
 };
 
-const Gpu kGpu{nullptr, nullptr, nullptr};
+// Waits for the launch before in the threads of the block below kThreads * percent / 100, all
+// twice.
+__global__ void wait_in_share(int percent) {
+  if (static_cast<int>(threadIdx.x) * 100 >= kThreads * percent) return;
+  wait_for_launch_before();
+  wait_for_launch_before();
+}
+
+// Calls run(); what it throws is the message.
+template <typename Run>
+void say_error(char* message, int64_t size, const Run& run) {
+  message[0] = '\0';
+  try {
+    run();
+  } catch (const std::exception& e) {
+    snprintf(message, static_cast<size_t>(size), "%s", e.what());
+  }
+}
+
+const Gpu kGpu{{8, false}, nullptr, nullptr, nullptr};
 
 }  // namespace
 }  // namespace cuda
@@ -268,6 +287,26 @@ SPECDEC_TEST void test_count_blocks_in_shared_memory(int64_t* out, int64_t block
   launch(kGpu, "count_blocks_in_shared_memory", count_blocks_in_shared_memory, blocks, out);
 }
 
+// What a chain of two launches says, of which the second one waits in this share of its threads, in
+// percent.
+SPECDEC_TEST void test_chain(int share, char* message, int64_t size) {
+  const Gpu gpu{{8, true}, nullptr, nullptr, nullptr};
+  say_error(message, size, [&] {
+    launch(gpu, "first", wait_in_share, 2, 0);  // it has nobody to wait for
+    launch(gpu, "second", wait_in_share, 2, share);
+  });
+}
+
+// What the launch of a kernel says where others were loaded, and it was not.
+SPECDEC_TEST void test_not_loaded(char* message, int64_t size) {
+  Loading{}(wait_in_share);
+  say_error(message, size, [] {
+    launch(kGpu, "loaded", wait_in_share, 1, 0);
+    launch(kGpu, "not_loaded", wait_for_nobody, 1);
+  });
+  fibres::unload();
+}
+
 // Name of a mistake, null after the last one.
 SPECDEC_TEST const char* test_mistake_name(int i) {
   constexpr int n = sizeof kMistakes / sizeof kMistakes[0];
@@ -276,10 +315,5 @@ SPECDEC_TEST const char* test_mistake_name(int i) {
 
 // What the launch of a mistake says: its error, or nothing.
 SPECDEC_TEST void test_mistake(int i, char* message, int64_t size) {
-  message[0] = '\0';
-  try {
-    launch(kGpu, kMistakes[i].name, kMistakes[i].kernel, 2);
-  } catch (const std::exception& e) {
-    snprintf(message, static_cast<size_t>(size), "%s", e.what());
-  }
+  say_error(message, size, [&] { launch(kGpu, kMistakes[i].name, kMistakes[i].kernel, 2); });
 }

@@ -158,6 +158,29 @@ inline int __reduce_max_sync(
   return value;
 }
 
+namespace specdec {
+namespace fibres {
+
+inline void sum_of_all(void** brought, int n) {
+  unsigned sum = 0;
+  for (int i = 0; i < n; ++i) {
+    if (brought[i] != nullptr) sum += *static_cast<unsigned*>(brought[i]);
+  }
+  for (int i = 0; i < n; ++i) {
+    if (brought[i] != nullptr) *static_cast<unsigned*>(brought[i]) = sum;
+  }
+}
+
+}  // namespace fibres
+}  // namespace specdec
+
+inline unsigned __reduce_add_sync(
+    unsigned mask, unsigned value,
+    specdec::fibres::Site site = specdec::fibres::here("__reduce_add_sync")) {
+  specdec::fibres::meet_warp(mask, site, specdec::fibres::sum_of_all, &value);
+  return value;
+}
+
 // ---- shuffles -----------------------------------------------------------------------------------
 
 namespace specdec {

@@ -230,6 +230,25 @@ def test_mistakes_are_errors_that_name_the_kernel(threads):
     assert library.test_mistake_name(len(MISTAKES)) is None
 
 
+@pytest.mark.parametrize("threads", fibres.THREADS)
+@pytest.mark.parametrize("percent", [0, 50, 100])
+def test_all_threads_of_a_chained_launch_wait_for_the_one_before(threads, percent):
+    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    said = ctypes.create_string_buffer(1000)
+    library.test_chain(percent, said, ctypes.c_int64(len(said)))
+    waited, all_threads = 2 * threads * percent // 100, 2 * threads
+    expected = f"second: {waited} of {all_threads} threads waited for the launch before"
+    assert said.value.decode() == ("" if percent == 100 else expected)
+
+
+@pytest.mark.parametrize("threads", fibres.THREADS)
+def test_kernels_are_loaded_before_they_are_launched(threads):
+    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    said = ctypes.create_string_buffer(1000)
+    library.test_not_loaded(said, ctypes.c_int64(len(said)))
+    assert said.value.decode() == "not_loaded is launched, but was not loaded"
+
+
 # --------------------------------------------------------------------------------------------------
 # The operators on fibres
 # --------------------------------------------------------------------------------------------------

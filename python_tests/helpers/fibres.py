@@ -34,13 +34,13 @@ def one_at_a_time(name: str) -> Iterator[None]:
 
 
 @cache
-def build() -> None:
-    """Bring the libraries up to date; nothing changed, next to nothing runs."""
+def build(target: str = "fibres") -> None:
+    """Bring the libraries of a target up to date; nothing changed, next to nothing runs."""
     if not (BUILD / "CMakeCache.txt").exists():
         raise RuntimeError(f"{BUILD} is not configured: run `python setup.py build_ext --inplace`")
     with one_at_a_time("fibres"):
         done = subprocess.run(
-            [sys.executable, "-m", "cmake", "--build", str(BUILD), "--target", "fibres"],
+            [sys.executable, "-m", "cmake", "--build", str(BUILD), "--target", target],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -49,10 +49,15 @@ def build() -> None:
         raise RuntimeError(f"the CUDA kernels did not build for the host:\n{done.stdout}")
 
 
+def target_of(threads: int) -> str:
+    """What to build for the operators in blocks of so many threads."""
+    return "fibres" if threads in THREADS else f"_cuda_on_fibres_{threads}"
+
+
 @cache
 def library(name: str) -> ctypes.CDLL:
     """One of the libraries, for what it exports to ctypes; built when it is first asked for."""
-    build()
+    build(target_of(int(name.removesuffix(".so").rpartition("_")[2])))
     return ctypes.CDLL(str(BUILD / name))
 
 
@@ -65,7 +70,7 @@ def operators(threads: int) -> Any:
     """The operators for CPU tensors, run by the CUDA kernels in blocks of so many threads."""
     from specdec_ext._fake import FAKES  # which to build them does not take
 
-    build()
+    build(target_of(threads))
     torch.ops.load_library(BUILD / f"_cuda_on_fibres_{threads}.so")
     _loaded.append(threads)
     library: Any = torch.library  # its functions are not annotated

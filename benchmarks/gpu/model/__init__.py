@@ -1,0 +1,24 @@
+"""A model of an sm_90 GPU, for kernels that no GPU has run yet: everything it says is predicted.
+
+``machine``
+    The latencies, and what a GPU has: every constant, each with its source.
+``ptx``
+    Reads what nvcc writes.
+``costs``
+    How many machine instructions an instruction of PTX becomes, and how long its result takes.
+``memory``
+    Global memory, copied from this process as kernels touch it.
+``semantics``
+    What each instruction does, to many warps at once.
+``simulation``
+    Runs blocks of a launch, with a scoreboard: cycles, instructions, and where the cycles went.
+``launches``
+    The launches of an operator at its true shapes, from the host stand-in (csrc/testing).
+``cases``
+    The calls that are predicted.
+``prediction``
+    Microseconds from cycles, blocks, machine instructions and bytes.
+
+Left out: queues of the memory system, misses of the instruction cache, bank conflicts, and what
+blocks of one multiprocessor take from each other beyond issue slots and memory bandwidth.
+"""
