@@ -351,9 +351,9 @@ def run_job(job: dict[str, Any]) -> Any:
         return run_engine(job)
     from vllm.platforms import current_platform
 
+    repair()  # first: registering takes the functions that are there
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
-    repair()
     return {"sampler": time_samplers, "overhead": time_overhead}[job["what"]](
         tuple(job["batches"]), job["budget"]
     )
