@@ -377,7 +377,7 @@ def measured(what: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(records: list[dict[str, Any]]) -> str:
     """Format what was measured."""
-    header = ["what", "B", "setting", "before, ms", "ours, ms", "ratio", "others' load"]
+    header = ["what", "requests", "setting", "before, ms", "ours, ms", "ratio", "others' load"]
     rows = []
     for line in records:
         before = line.get("theirs_ms", line.get("operator_ms"))
