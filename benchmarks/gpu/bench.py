@@ -16,8 +16,9 @@ What a graph cannot hold is timed as it is, with ``graph`` false.
 Columns: ``us`` median of a call; ``GB/s`` the bytes that the rule must read (target rows, the
 draft's rows if there is a draft law, and the rows of the last draw again if so) over that time;
 percentages of the copy and of the read bandwidth measured in the same run; ``launches`` kernels,
-copies and fills of one call. Acceptance ``0.7``: sum min(p, q) near 0.7 for a dense draft, p(x) =
-0.7 before filters for a deterministic one. ``full``: (nearly) everything is accepted.
+copies and fills of one call; in the records, ``kernels`` the microseconds of each in the replays,
+and ``sm_mhz`` the clock meanwhile. Acceptance ``0.7``: sum min(p, q) near 0.7 for a dense draft,
+p(x) = 0.7 before filters for a deterministic one. ``full``: (nearly) everything is accepted.
 
 Only where ``--contestants`` names them: the rule ``coupled``, which reads no draft law, and a rule
 of ours with ``masked`` (every other token allowed, at random, and those that were drafted) or
@@ -487,7 +488,9 @@ def run_contestant(
         "us_min": round(timing.min * 1e6, 3),
         "us_p90": round(timing.p90 * 1e6, 3),
         "samples": timing.calls,
-        "launches": count_launches(calls[0], device),
+        "launches": profiled(lambda: replays.launches(calls[0], device)),
+        "kernels": profiled(lambda: replays.durations(run, len(calls), device)),
+        "sm_mhz": replays.sm_clock(run, device),
     }
 
 
@@ -501,12 +504,12 @@ def acceptance_seen(cell: Cell, inputs: Inputs) -> dict[str, float]:
     }
 
 
-def count_launches(call: replays.Work, device: torch.device) -> dict[str, int]:
-    """Count launches; a profiler that does not work here costs the count, not the timing."""
+def profiled(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Read a trace; a profiler that does not work here costs what it says, not the timing."""
     try:
-        return replays.launches(call, device)
+        return read()
     except Exception as error:
-        print(f"no launches counted: {type(error).__name__}: {error}", flush=True)
+        print(f"nothing was profiled: {type(error).__name__}: {error}", flush=True)
         return {}
 
 

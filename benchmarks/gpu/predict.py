@@ -80,7 +80,7 @@ def launch_rows(found: Predicted) -> list[tuple[str, ...]]:
             found.case.name,
             p.launch.name,
             str(p.launch.blocks),
-            str(p.launch.resources.resident),
+            str(p.launch.resident),
             str(p.waves),
             f"{p.typical:,.0f}",
             f"{p.slowest:,.0f}",
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     folder = common.ROOT / "csrc" / "cuda"
     paths = [folder / name for name in dict.fromkeys(case.source for case in chosen)]
-    sources = Sources(paths, Latencies(), gpu)
+    sources = Sources(paths, Latencies())
     rows, launches, excess = [], [], []
     for case in chosen:
         begin = time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,11 +199,41 @@ _CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 def launches(work: Work, device: torch.device) -> dict[str, int]:
     """Count what one run launches: ``kernel``, ``gpu_memcpy``, ``gpu_memset``."""
-    return dict(Counter(category for category, _ in launched(work, device)))
+    return dict(Counter(one.category for one in launched(work, device)))
 
 
-def launched(work: Work, device: torch.device) -> list[tuple[str, str]]:
-    """List what one run launches as (category, name), from the profiler's trace."""
+def durations(run: Work, calls: int, device: torch.device) -> dict[str, float]:
+    """Give the microseconds of each kernel, copy and fill in one of the calls that a run makes.
+
+    A run is best a graph's replay over sets of inputs that take turns, so that each kernel meets
+    the caches as the timed ones do. Those of one name are added up.
+    """
+    total: Counter[str] = Counter()
+    for one in launched(run, device):
+        total[short_name(one.name)] += one.microseconds
+    return {name: round(sum_ / calls, 3) for name, sum_ in total.items()}
+
+
+def short_name(name: str) -> str:
+    """Give a kernel's name with what of its template's arguments is a number, nothing around."""
+    head = re.sub(r"\(anonymous namespace\)::", "", name)
+    head = re.sub(r"\([\w:]+\)(?=[\w-])", "", head)  # what a number is cast to
+    head = re.sub(r"^(?:void|auto) ", "", head).partition("(")[0]
+    plain, bracket, arguments = head.partition("<")
+    numbers = re.findall(r"(?<![\w:])(?:\d+|true|false)\b", arguments) if bracket else []
+    return plain.rpartition("::")[2] + (f"<{', '.join(numbers)}>" if numbers else "")
+
+
+class Launched(NamedTuple):
+    """A kernel, copy or fill."""
+
+    category: str
+    name: str
+    microseconds: float
+
+
+def launched(work: Work, device: torch.device) -> list[Launched]:
+    """List what one run launches, from the profiler's trace."""
     from torch.profiler import ProfilerActivity, profile
 
     work()
@@ -217,7 +248,11 @@ def launched(work: Work, device: torch.device) -> list[tuple[str, str]]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return [(e["cat"], e["name"]) for e in events if e.get("cat") in _CATEGORIES]
+    return [
+        Launched(e["cat"], e["name"], float(e.get("dur", 0)))
+        for e in events
+        if e.get("cat") in _CATEGORIES
+    ]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -237,6 +272,23 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return (done.stdout or done.stderr).strip()
+
+
+def sm_clock(run: Work, device: torch.device) -> float | None:
+    """Give the multiprocessors' clock in MHz while runs are under way; None where none is told."""
+    path = shutil.which("nvidia-smi")
+    if device.type != "cuda" or path is None:
+        return None
+    query = [path, f"--id={device.index or 0}", "--query-gpu=clocks.sm"]
+    query.append("--format=csv,noheader,nounits")
+    with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as asking:
+        until = time.monotonic() + 20
+        while asking.poll() is None and time.monotonic() < until:
+            run()
+            synchronize(device)
+        asking.kill()
+        answer = asking.stdout.read() if asking.stdout is not None else ""
+    return float(answer) if re.fullmatch(r"\s*\d+(?:\.\d+)?\s*", answer) else None
 
 
 def facts(device: torch.device) -> dict[str, Any]:

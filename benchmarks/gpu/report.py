@@ -16,6 +16,7 @@ smoke       a few calls of every operator (python_tests/helpers/gpu_smoke.py)
 memcheck    compute-sanitizer over the same few calls; a tool that the machine refuses is said so,
 racecheck   with its own words
 tests       ``pytest -m gpu``; a kernel that breaks or hangs its process costs its own test only
+trees       benchmarks/gpu/trees.py (with the arguments after ``--trees``)
 bench       benchmarks/gpu/bench.py --quick (or the arguments after ``--bench``)
 
 ``--steps`` chooses some of them, ``--merge`` makes one report of several runs' JSON: time not used
@@ -28,7 +29,7 @@ Python, torch and nvcc, ``SPECDEC_CUDA=1 python setup.py build_ext --inplace``, 
     python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-checks \\
         --steps build info smoke memcheck racecheck tests
     python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-bench \\
-        --steps build info bench
+        --steps build info trees bench
 
 and ``--merge CHECKS.json BENCH.json`` makes one report of theirs.
 
@@ -95,12 +96,13 @@ STEPS = {
     "memcheck": 1.5,
     "racecheck": 1.5,
     "tests": 6.0,
+    "trees": 1.5,
     "bench": 8.0,
 }
 #: Seconds that a step is given even where its share is smaller.
 LEAST = {
     **{"facts": 90.0, "build": 240.0, "info": 60.0, "smoke": 90.0, "tests": 150.0},
-    **{"memcheck": 100.0, "racecheck": 100.0},
+    **{"memcheck": 100.0, "racecheck": 100.0, "trees": 90.0},
 }
 
 
@@ -168,6 +170,8 @@ class Report:
         parts += ["## Steps", common.markdown_table(header, rows)]
         if self.bench.get("facts"):
             parts += [tables.markdown(self.bench)]
+        if "trees" in self.steps and self.steps["trees"].details:
+            parts += ["## Trees", tables.trees_table(self.steps["trees"].details["records"])]
         for step in self.steps.values():
             if step.status not in ("ok", "skipped"):
                 parts += [f"## Output of {step.name}", f"```text\n{step.tail}\n```"]
@@ -405,6 +409,20 @@ def read_sanitizer(step: Step, text: str) -> Step:
     return step
 
 
+def trees(report: Report, limit: float) -> Step:
+    """Time trees and take the records in, whatever came of it."""
+    options = report.options
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "trees.json"
+        command = python("benchmarks/gpu/trees.py", "--device", str(options.device), "--out", path)
+        step, _ = run(report, "trees", [*command, *shlex.split(options.trees)], limit)
+        if path.exists():
+            step.details = json.loads(path.read_text())
+    said = f"{len(step.details.get('records', []))} measured"
+    step.note = f"{step.note} {said}".strip()
+    return step
+
+
 def bench(report: Report, limit: float) -> Step:
     """Run the benchmark and take its results in, whatever came of it."""
     options = report.options
@@ -432,6 +450,7 @@ ACTIONS: Mapping[str, Callable[[Report, float], Step]] = {
     "memcheck": sanitizer("memcheck"),
     "racecheck": sanitizer("racecheck"),
     "tests": tests,
+    "trees": trees,
     "bench": bench,
 }
 
@@ -499,6 +518,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     workers = min(8, max(common.cores() // 2, 1))
     parser.add_argument("--workers", type=int, default=workers, help="of pytest-xdist")
     parser.add_argument("--sanitize", nargs="+", default=["cuda"], help="backends to sanitize")
+    parser.add_argument("--trees", default="", help="arguments of trees.py")
     parser.add_argument("--bench", default="--quick", help="arguments of bench.py")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the report")
     parser.add_argument("--suffix", default="", help="of the files' names")

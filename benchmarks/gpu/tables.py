@@ -5,7 +5,7 @@ Nothing here needs the package: report.py writes them where it is yet to be buil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,38 @@ def timing_table(state: Mapping[str, Any]) -> str:
     return common.markdown_table(header, rows)
 
 
+def kernels_table(state: Mapping[str, Any]) -> str:
+    """Make the table of how long each kernel of ours took in the timed replays."""
+    rows = []
+    for cell, by_name in ok_records(state).items():
+        for name, record in by_name.items():
+            kernels = record.get("kernels") or {}
+            if backend_of(name) is None or not kernels:
+                continue
+            each = ", ".join(f"{kernel} {us:.2f}" for kernel, us in kernels.items())
+            clock = record.get("sm_mhz")
+            rows.append([cell.label(), name, each, "" if clock is None else f"{clock:.0f}"])
+    header = ["cell", "contestant", "microseconds of each kernel", "MHz"]
+    return common.markdown_table(header, rows) if rows else ""
+
+
+def trees_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Make the table of trees.py."""
+    rows = [
+        [
+            f"{r['rule']}, B={r['batch']} N={r['nodes']} V={r['vocab']}",
+            r["backend"],
+            f"{r['us']:.1f}",
+            f"{r['us'] / r['floor_us']:.2f}",
+            ", ".join(f"{kernel} {us:.2f}" for kernel, us in r["kernels"].items()),
+            "" if r["sm_mhz"] is None else f"{r['sm_mhz']:.0f}",
+        ]
+        for r in records
+    ]
+    header = ["tree", "backend", "us", "of read", "microseconds of each kernel", "MHz"]
+    return common.markdown_table(header, rows)
+
+
 def problems_table(state: Mapping[str, Any]) -> str:
     """Make the table of what was not timed."""
     rows = [
@@ -195,6 +227,9 @@ def markdown(state: Mapping[str, Any]) -> str:
     known = [[name, one_line(str(value))] for name, value in facts.items()]
     parts = ["## Benchmarks", common.markdown_table(["fact", "value"], known)]
     parts += ["### Targets", targets_table(state), "### Timings", timing_table(state)]
+    kernels = kernels_table(state)
+    if kernels:
+        parts += ["### Kernels", kernels]
     problems = problems_table(state)
     if problems:
         parts += ["### Not timed", problems]

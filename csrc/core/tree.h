@@ -33,12 +33,14 @@ struct Tree {
   int64_t* excluded = nullptr;            // tokens that a child cannot have been drawn from
   double* inflow = nullptr;
   double* acceptance = nullptr;  // h of a node, or the chance that a stepwise rule went down to it
-  float* log_p = nullptr;        // of the node's token, under its parent's law
+  double* p = nullptr;           // of the node's token, under its parent's law
+  double* q = nullptr;           // and under the law that its parent's children were drawn from
+  float* log_p = nullptr;
 };
 
 // Scratch memory of many trees of so many nodes: how many numbers of each type a node takes.
 struct TreeMemory {
-  static constexpr int64_t kLinks = 5, kTokens = 2, kNumbers = 2;
+  static constexpr int64_t kLinks = 5, kTokens = 2, kNumbers = 4;
   int32_t* links = nullptr;
   int64_t* tokens = nullptr;
   double* numbers = nullptr;
@@ -69,6 +71,7 @@ struct NodeVisit {
   int64_t winner = -1;  // coupled: the token that the target emits here
   int64_t kept = -1;    // the token of the last drawn child, while `mass` still has it
   bool has_rest = false;
+  bool drawn_at_random = true;  // sampled children: their law is no point mass
   bool exhausted = false;  // no residual mass is left: no further child is accepted
 };
 
@@ -131,6 +134,8 @@ SPECDEC_HD Tree tree_in(const TreeMemory& memory, int64_t nodes, int64_t k) {
   tree.excluded = tree.tried + nodes;
   tree.inflow = memory.numbers + TreeMemory::kNumbers * first;
   tree.acceptance = tree.inflow + nodes;
+  tree.p = tree.acceptance + nodes;
+  tree.q = tree.p + nodes;
   tree.log_p = memory.log_p + first;
   return tree;
 }
@@ -271,19 +276,34 @@ SPECDEC_HD void exclude(const Tree& tree, int64_t token, double q, NodeVisit* v)
   v->rest_mass = -1.0;
 }
 
-// q of a token, as the children that were drawn saw it: beside a rest child, fixed tokens have
-// none. 0 without a law.
-SPECDEC_HD double draft_probability(const Tree& tree, const NodeVisit& v, const LawRow& draft,
-                                    int64_t token) {
+// 0 without a law.
+SPECDEC_HD double draft_probability(const LawRow& draft, int64_t token) {
   if (draft.row.data == nullptr || !draft.law.valid) return 0.0;
   const int64_t entry = entry_of_token(draft.row, token);
-  if (entry < 0 || is_in(fixed_tokens(tree, v), token)) return 0.0;
-  return law_probability(draft.law, row_value(draft.row, entry), entry);
+  return entry < 0 ? 0.0 : law_probability(draft.law, row_value(draft.row, entry), entry);
+}
+
+// What the laws of its parent say of the token of a node that tokens lead to, whatever happens
+// before: nodes can be looked at side by side.
+SPECDEC_HD void look_at_token(const VerifyTreeParams& p, const Tree& tree, int64_t v,
+                              const LawRow& target, const LawRow& draft) {
+  const int64_t token = tree_token(p, tree.b, v);
+  const bool known = target.law.valid && token < target.row.vocab;
+  tree.q[v] = draft_probability(draft, token);
+  tree.p[v] = known ? law_probability(target.law, row_value(target.row, token), token) : 0.0;
+  tree.log_p[v] = known ? target_log_probability(target, token) : NAN;
+}
+
+// q of a node's token, as the siblings that were drawn saw it: beside a rest child, fixed tokens
+// have none.
+SPECDEC_HD double proposal_probability(const Tree& tree, const NodeVisit& v, int32_t child,
+                                       int64_t token) {
+  return is_in(fixed_tokens(tree, v), token) ? 0.0 : tree.q[child];
 }
 
 // Lists the deterministic children of a node that has a rest child, and what of q they take.
 SPECDEC_HD void list_fixed(const VerifyTreeParams& p, const Request& r, const Tree& tree,
-                           const LawRow& draft, NodeVisit* v) {
+                           NodeVisit* v) {
   for (int32_t c = tree.first_child[v->node]; c >= 0; c = tree.next_sibling[c]) {
     v->has_rest |= tree.inflow[c] != kUnreachable && kind_of(p, r, c) == ChildKind::kRest;
   }
@@ -292,11 +312,12 @@ SPECDEC_HD void list_fixed(const VerifyTreeParams& p, const Request& r, const Tr
     if (tree.inflow[c] == kUnreachable || kind_of(p, r, c) == ChildKind::kRest) continue;
     const int64_t token = tree_token(p, r.b, c);
     if (is_in(fixed_tokens(tree, *v), token)) continue;
-    exclude(tree, token, draft_probability(tree, *v, draft, token), v);
+    exclude(tree, token, tree.q[c], v);
   }
 }
 
-// A visit with this inflow. Without a law of its own, a node is a leaf.
+// A visit with this inflow, once its children's tokens have been looked at. Without a law of its
+// own, a node is a leaf.
 SPECDEC_HD NodeVisit begin_visit(const VerifyTreeParams& p, const Request& r, const Tree& tree,
                                  int64_t node, double inflow, const LawRow& target,
                                  const LawRow& draft, int64_t winner) {
@@ -306,14 +327,9 @@ SPECDEC_HD NodeVisit begin_visit(const VerifyTreeParams& p, const Request& r, co
   v.winner = winner;
   if (!target.law.valid) return v;
   v.child = tree.first_child[node];
-  list_fixed(p, r, tree, draft, &v);
+  v.drawn_at_random = !draft.law.point_mass;
+  list_fixed(p, r, tree, &v);
   return v;
-}
-
-SPECDEC_HD double target_probability(const NodeVisit& v, const LawRow& target, int64_t token) {
-  if (v.winner >= 0) return token == v.winner ? 1.0 : 0.0;
-  if (token >= target.row.vocab) return 0.0;
-  return law_probability(target.law, row_value(target.row, token), token);
 }
 
 // Above this, 1 - taken has lost too many digits.
@@ -325,9 +341,9 @@ SPECDEC_HD double proposal_mass(ChildKind kind, const NodeVisit& v) {
   return v.rest_mass >= 0.0 ? v.rest_mass : 1.0 - v.taken;
 }
 
-SPECDEC_HD bool needs_rest_mass(ChildKind kind, const NodeVisit& v, const LawRow& draft) {
+SPECDEC_HD bool needs_rest_mass(ChildKind kind, const NodeVisit& v) {
   const bool reduced = kind == ChildKind::kWithoutReplacement || kind == ChildKind::kRest;
-  return reduced && v.rest_mass < 0.0 && v.taken > kMaxTaken && !draft.law.point_mass;
+  return reduced && v.rest_mass < 0.0 && v.taken > kMaxTaken && v.drawn_at_random;
 }
 
 // Takes a state; without residual mass or inflow it is the last one.
@@ -354,7 +370,7 @@ SPECDEC_HD void take_mass(const Tree& tree, double mass, NodeVisit* v) {
 // Looks at the children of a node until all are done or something is needed. `stepwise`: flip each
 // child's coin at once, and go down where it accepts.
 SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tree, bool stepwise,
-                           const LawRow& target, const LawRow& draft, NodeVisit* v) {
+                           NodeVisit* v) {
   for (; v->child >= 0; v->child = tree.next_sibling[v->child]) {
     const int32_t c = v->child;
     if (tree.inflow[c] == kUnreachable) continue;
@@ -362,23 +378,23 @@ SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tr
     const int64_t token = tree_token(p, r->b, c);
     bool sampled = kind != ChildKind::kDeterministic;
     const bool q_matters = sampled || v->state.lambda > 0.0;
-    const double q = q_matters ? draft_probability(tree, *v, draft, token) : 0.0;
-    if (q > 0.0 && needs_rest_mass(kind, *v, draft)) return Pending::kRestMass;
+    const double q = q_matters ? proposal_probability(tree, *v, c, token) : 0.0;
+    if (q > 0.0 && needs_rest_mass(kind, *v)) return Pending::kRestMass;
     const double drawn_from = proposal_mass(kind, *v);
     if (sampled && !(q > 0.0 && drawn_from > 0.0)) {
       r->status |= kNoDraftLaw;
       continue;
     }
     if (kind == ChildKind::kWithoutReplacement) exclude(tree, token, q, v);
-    sampled = sampled && !draft.law.point_mass;
+    sampled = sampled && v->drawn_at_random;
 
     const double kappa = 1.0 / drawn_from;
-    const double probability = target_probability(*v, target, token);
+    const bool raced = v->winner >= 0;  // then the law is a point mass
+    const double probability = raced ? (token == v->winner ? 1.0 : 0.0) : tree.p[c];
     const bool repeated = is_in(tried_tokens(tree, *v), token);
     const double inflow =
         repeated || v->exhausted ? 0.0 : child_inflow(v->state, probability, q, kappa, sampled);
     tree.inflow[c] = inflow;
-    tree.log_p[c] = token < target.row.vocab ? target_log_probability(target, token) : NAN;
     tree.tried[tree.first_slot[v->node] + v->num_tried++] = token;
     if (stepwise) {
       tree.acceptance[c] = inflow;
@@ -429,8 +445,8 @@ SPECDEC_HD DrawTask pending_sum(const Tree& tree, const NodeVisit& v, Pending pe
 // ---- traversal ---
 
 // Takes a node as far as it goes without a sum over the vocabulary, and with it whatever is below
-// it that something flows into. `nodes` has the laws, target(v) and draft(v), and the visits; its
-// wait(v, pending) comes after everything that is done at a node that needs a sum.
+// it that something flows into. `nodes` has the visits; begin(v, inflow) makes one, and after
+// wait(v, pending), which asks for a sum, that node's visit is in other hands.
 template <typename Nodes>
 SPECDEC_HD void flow_down(const VerifyTreeParams& p, Request* r, const Tree& tree, Nodes* nodes,
                           int64_t node) {
@@ -441,21 +457,20 @@ SPECDEC_HD void flow_down(const VerifyTreeParams& p, Request* r, const Tree& tre
     top = tree.below_on_stack[v];
     NodeVisit visit = nodes->visits[v];
     const int32_t from = visit.child;
-    const Pending pending = advance(p, r, tree, false, nodes->target(v), nodes->draft(v), &visit);
+    const Pending pending = advance(p, r, tree, false, &visit);
     nodes->visits[v] = visit;
-    // The child that waits for its own law has no inflow yet.
-    const int32_t end = pending == Pending::kMass ? tree.next_sibling[visit.child] : visit.child;
-    for (int32_t c = from; c != end; c = tree.next_sibling[c]) {
-      if (!(tree.inflow[c] > 0.0)) continue;
-      nodes->visits[c] =
-          begin_visit(p, *r, tree, c, tree.inflow[c], nodes->target(c), nodes->draft(c), -1);
-      tree.below_on_stack[c] = top;
-      top = c;
-    }
     if (pending == Pending::kNothing) {
       tree.acceptance[v] = visit.state.inflow;
     } else {
       nodes->wait(v, pending);
+    }
+    // The child that waits for its own law has no inflow yet.
+    const int32_t end = pending == Pending::kMass ? tree.next_sibling[visit.child] : visit.child;
+    for (int32_t c = from; c != end; c = tree.next_sibling[c]) {
+      if (!(tree.inflow[c] > 0.0)) continue;
+      nodes->begin(c, tree.inflow[c]);
+      tree.below_on_stack[c] = top;
+      top = c;
     }
   }
 }

@@ -90,6 +90,18 @@ void find_laws(const VerifyTreeParams& p, const ThreadPool& pool, const Slice& s
   }
 }
 
+// A visit to a node of a job whose laws are known.
+NodeVisit begin_at(const VerifyTreeParams& p, const Job& job, int64_t v, double inflow,
+                   int64_t winner) {
+  const Tree& tree = job.tree;
+  for (int32_t c = tree.first_child[v]; c >= 0; c = tree.next_sibling[c]) {
+    if (tree.inflow[c] != kUnreachable) {
+      look_at_token(p, tree, c, job.targets[v], job.drafts[v]);
+    }
+  }
+  return begin_visit(p, job.request, tree, v, inflow, job.targets[v], job.drafts[v], winner);
+}
+
 // A visit that waits for a sum.
 struct Waiting {
   Place place;
@@ -121,20 +133,20 @@ void find_sums(const ThreadPool& pool, const Slice& slice, const Waiting* waitin
 
 // The nodes of a job while they flow down; lists the visits that wait.
 struct Flow {
+  const VerifyTreeParams& p;
   const Job& job;
   int64_t k;  // the job's number
   Waiting* waiting;
   NodeVisit* visits;
   int64_t num_waiting = 0;
 
-  const LawRow& target(int64_t v) const { return job.targets[v]; }
-  const LawRow& draft(int64_t v) const { return job.drafts[v]; }
+  void begin(int64_t v, double inflow) { visits[v] = begin_at(p, job, v, inflow, -1); }
   void wait(int64_t v, Pending pending) { waiting[num_waiting++] = {{k, v}, pending}; }
 };
 
 // Returns how many visits wait afterwards.
 int64_t flow_on(const VerifyTreeParams& p, Job* job, int64_t k, int64_t node, Waiting* waiting) {
-  Flow flow{*job, k, waiting, job->visits};
+  Flow flow{p, *job, k, waiting, job->visits};
   flow_down(p, &job->request, job->tree, &flow, node);
   return flow.num_waiting;
 }
@@ -154,8 +166,7 @@ void traverse(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
   int64_t num_waiting = 0;
   for (int64_t k = 0; k < n; ++k) {
     Job& job = slice->jobs[k];
-    job.visits[0] =
-        begin_visit(p, job.request, job.tree, 0, 1.0, job.targets[0], job.drafts[0], -1);
+    job.visits[0] = begin_at(p, job, 0, 1.0, -1);
     num_waiting += flow_on(p, &job, k, 0, waiting.data() + num_waiting);
   }
   while (num_waiting > 0) {
@@ -206,8 +217,7 @@ void arrive(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice, con
   for (int64_t i = 0; i < n; ++i) {
     const Job& job = slice->jobs[places[i].job];
     const int64_t v = places[i].node;
-    job.visits[v] =
-        begin_visit(p, job.request, job.tree, v, 1.0, job.targets[v], job.drafts[v], winners[i]);
+    job.visits[v] = begin_at(p, job, v, 1.0, winners[i]);
   }
 }
 
@@ -228,8 +238,7 @@ void descend(const VerifyTreeParams& p, const ThreadPool& pool, Slice* slice) {
     for (int64_t i = 0; i < num_active; ++i) {
       Job& job = slice->jobs[active[i]];
       const int64_t v = job.winner;
-      const Pending pending =
-          advance(p, &job.request, job.tree, true, job.targets[v], job.drafts[v], &job.visits[v]);
+      const Pending pending = advance(p, &job.request, job.tree, true, &job.visits[v]);
       if (pending == Pending::kNothing) continue;
       if (pending == Pending::kDescend) {
         job.winner = job.visits[v].child;

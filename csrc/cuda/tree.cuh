@@ -56,9 +56,8 @@ struct Nodes {
   __device__ int64_t winner(int64_t v) const {
     return s.winners != nullptr ? s.winners[b * p.nodes + v] : -1;
   }
-  __device__ void begin(const Request& r, const Tree& tree, int64_t v) {
-    visits[v] = begin_visit(p, r, tree, v, 1.0, target(v), draft(v), winner(v));
-  }
+  // All visits have begun when the request was opened, with an inflow of 1.
+  __device__ void begin(int64_t v, double inflow) { visits[v].state.inflow = inflow; }
   __device__ void wait(int64_t v, Pending pending) {
     atomicAdd(s.unfinished + b, 1);
     publish(s.queue, {b, v, pending == Pending::kMass ? Sum::kMass : Sum::kRestMass});
@@ -121,6 +120,7 @@ __device__ bool link_nodes(const NodesAsGiven& given, const Tree& tree) {
   bool valid = true;
   for (int v = static_cast<int>(threadIdx.x); v < tree.count; v += kThreads) {
     int first_child = -1, next_sibling = -1, first_slot = 0;
+#pragma unroll 8
     for (int c = 1; c < tree.count; ++c) {
       const int parent = given.parents[c];
       first_slot += parent < v;

@@ -56,12 +56,29 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 // ---- the recursion ---
 
-__device__ DrawTask task_of(const VerifyTreeParams& p, const TreeScratch& s, const Work& work) {
+// Looks at all tokens of a request and begins all visits. Collective over the block.
+__device__ void open_visits(const VerifyTreeParams& p, const TreeScratch& s, int64_t b) {
+  const Tree& tree = s.trees[b];
+  const Nodes nodes(p, s, b);
+  for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
+    if (!is_reachable(tree, v)) continue;
+    const int64_t parent = tree_parent(p, b, v);
+    look_at_token(p, tree, v, nodes.target(parent), nodes.draft(parent));
+  }
+  __syncthreads();
+  for (int64_t v = threadIdx.x; v < tree.count; v += kThreads) {
+    if (!is_reachable(tree, v)) continue;
+    nodes.visits[v] = begin_visit(p, s.requests[b], tree, v, 1.0, nodes.target(v), nodes.draft(v),
+                                  nodes.winner(v));
+  }
+  __syncthreads();
+}
+
+__device__ DrawTask task_of(const TreeScratch& s, const Work& work, const NodeVisit& visit,
+                            const LawRow& target, const LawRow& draft) {
   if (work.sum == Sum::kFinalMass) return s.requests[work.request].draw;
-  const Nodes nodes(p, s, work.request);
   const Pending pending = work.sum == Sum::kMass ? Pending::kMass : Pending::kRestMass;
-  return pending_sum(s.trees[work.request], nodes.visits[work.node], pending,
-                     nodes.target(work.node), nodes.draft(work.node));
+  return pending_sum(s.trees[work.request], visit, pending, target, draft);
 }
 
 // Adds up a piece of a sum. True in every thread of the block that did the last one, with *mass set
@@ -69,8 +86,15 @@ __device__ DrawTask task_of(const VerifyTreeParams& p, const TreeScratch& s, con
 template <Elements kElements>
 __device__ bool add_piece(const VerifyTreeParams& p, const TreeScratch& s, const Ticket& ticket,
                           double* mass) {
+  __shared__ SharedArray<LawRow, 2> rows;
   const Work& work = ticket.work;
-  return add_mass<kElements, true>([&] { return task_of(p, s, work); },
+  const Nodes nodes(p, s, work.request);
+  // Rows take long to find: two threads find them side by side.
+  if (threadIdx.x == 0) rows[0] = nodes.target(work.node);
+  if (threadIdx.x == kThreads / 2) rows[1] = nodes.draft(work.node);
+  __syncthreads();
+  const NodeVisit& visit = nodes.visits[work.node];
+  return add_mass<kElements, true>([&] { return task_of(s, work, visit, rows[0], rows[1]); },
                                    s.masses + (work.request * p.nodes + work.node) * s.tiles,
                                    s.laws.counters + work.request * s.rows + work.node,
                                    ticket.piece, s.queue.splits, mass);
@@ -81,12 +105,11 @@ __device__ void descend(const VerifyTreeParams& p, Request* r, const Tree& tree,
                         int64_t v) {
   for (;;) {
     NodeVisit visit = nodes->visits[v];
-    const Pending pending = advance(p, r, tree, true, nodes->target(v), nodes->draft(v), &visit);
+    const Pending pending = advance(p, r, tree, true, &visit);
     nodes->visits[v] = visit;
     if (pending == Pending::kNothing) return mark_path(p, tree, v);
     if (pending != Pending::kDescend) return nodes->wait(v, pending);
     v = visit.child;
-    nodes->begin(*r, tree, v);
   }
 }
 
@@ -99,7 +122,6 @@ __attribute__((noinline)) __device__ bool take_on(const VerifyTreeParams& p, con
   r.status = 0;
   Nodes nodes(p, s, work.request);
   NodeVisit* visit = nodes.visits + work.node;
-  if (work.sum == Sum::kNone) nodes.begin(r, tree, work.node);
   if (work.sum == Sum::kMass) take_mass(tree, mass, visit);
   if (work.sum == Sum::kRestMass) visit->rest_mass = mass;
   if (p.rule == Rule::kTraversal) {
@@ -158,7 +180,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     if (!ticket.given) return;
     const Work& work = ticket.work;
     double mass = 0.0;
-    if (work.sum != Sum::kNone && !add_piece<kElements>(p, s, ticket, &mass)) continue;
+    if (work.sum == Sum::kNone) {
+      open_visits(p, s, work.request);
+    } else if (!add_piece<kElements>(p, s, ticket, &mass)) {
+      continue;
+    }
     if (threadIdx.x == 0) {
       ends = false;
       if (work.sum == Sum::kFinalMass) {

@@ -37,6 +37,9 @@ DEVICE = torch.device(os.environ.get("SPECDEC_TEST_DEVICE", "cuda:0"))
 BACKENDS = ("cuda", "triton") if DEVICE.type == "cuda" else ("cpu",)
 LOSSLESS = rule_names(chains=True, lossless=True, takes_coins=True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Of tree_attention; float32 products may be done in TF32 where a GPU does them so.
+TOLERANCES = {torch.float32: 2**-9, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+WITHOUT_ATTENTION = ("cuda",)
 VOCABULARIES = (50_257, 128_256, 151_936, 152_063)
 MEGABYTE = 2**20
 
@@ -138,6 +141,26 @@ def test_uniforms(target):
 
 def test_empty(target):
     checks.check_empty(target)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 200, 1024])
+def test_tree_mask(target, nodes):
+    checks.check_tree_mask(target, nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, *DTYPES], ids=str)
+@pytest.mark.parametrize(("heads", "size"), [(2, 128), (3, 5), (1, 300)])
+def test_compact_kv(target, heads, size, dtype):
+    checks.check_compact_kv(target, dtype, heads, size)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("nodes", [1, 9, 64, 130])
+def test_tree_attention(target, nodes, size, dtype):
+    if target.name in WITHOUT_ATTENTION:
+        pytest.skip(f"{target.name} has no tree_attention: Triton's serves its tensors")
+    checks.check_tree_attention(target, nodes, size, dtype, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("rule", RULES)

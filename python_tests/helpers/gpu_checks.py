@@ -290,6 +290,66 @@ def check_uniforms(target: Target) -> None:
     assert_same(target.run(given), target.run(case))
 
 
+def trees(sizes: Sequence[int], nodes: int, seed: int = 0) -> Tensor:
+    """Parents of random trees of these sizes, padded."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.full((len(sizes), nodes), -1)
+    for b, size in enumerate(sizes):
+        for v in range(1, size):
+            parents[b, v] = torch.randint(max(0, v - 40), v, (), generator=generator)
+    return parents
+
+
+def check_tree_mask(target: Target, nodes: int) -> None:
+    """Equal to the reference bit for bit; what is no tree is reported."""
+    parents = trees([nodes, max(nodes - 3, 1), 1], nodes)
+    wrong = parents.clone()
+    wrong[0, 0] = 0
+    for some in (parents, wrong):
+        expected = reference.tree_mask(some)
+        assert_same(target.call("tree_mask", some), expected)
+        assert_same(target.call("tree_mask", some.int()), expected)
+
+
+def check_compact_kv(target: Target, dtype: torch.dtype, heads: int, size: int) -> None:
+    """Equal to the reference bit for bit, in two layouts; what is behind the path stays."""
+    path = torch.tensor([[1, 2, 5, 8, 9, 12, -1], [1, 2, -1, -1, -1, -1, -1]])
+    lengths = (torch.tensor([6, 2], dtype=torch.int32), torch.tensor([2, 0]))
+    keys, values = (
+        (torch.arange(2 * 21 * heads * size) * 7 % 251 + k).view(2, 21, heads, size).to(dtype)
+        for k in (1, 2)
+    )
+    expected = [keys.clone(), values.clone()]
+    status = reference.compact_kv(*expected, path, *lengths)
+    for swapped in (False, True):
+        given = [x.transpose(1, 2).contiguous().transpose(1, 2) if swapped else x.clone()
+                 for x in (keys, values)]  # fmt: skip
+        caches = [placed(x, target.device, always=True) for x in given]
+        assert_same(target.call("compact_kv", *caches, path, *lengths), [status])
+        assert_same(caches, expected)
+
+
+def check_tree_attention(
+    target: Target, nodes: int, size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Close to the reference, in units of the largest output."""
+    generator = torch.Generator().manual_seed(nodes + size)
+    places, heads, groups = nodes + 300, 2, 4
+    q, k, v = (
+        torch.randn(3, *shape, size, generator=generator).to(dtype)
+        for shape in ((nodes, heads * groups), (places, heads), (places, heads))
+    )
+    parents = trees([nodes, max(nodes - 2, 1), 1], nodes)
+    ancestors = reference.tree_mask(parents)[0]
+    lengths = torch.tensor([places - nodes, 17, 0])
+    doubles = (x.double() for x in (q, k, v))
+    expected = reference.tree_attention(*doubles, ancestors, lengths)
+    (found,) = target.call("tree_attention", q, k, v, ancestors, lengths)
+    assert found.dtype == dtype
+    error = float((found.cpu().double() - expected).abs().max())
+    assert error <= tolerance * max(1.0, float(expected.abs().max())), error
+
+
 def check_empty(target: Target) -> None:
     """No requests, no columns, one token in the vocabulary."""
     for shape in (dict(gamma=0), dict(vocab=1), dict(gamma=0, vocab=1)):

@@ -36,6 +36,7 @@ from gpu import bench as bench_gpu  # noqa: E402
 from gpu import peers, replays  # noqa: E402
 from gpu import report as gpu_report  # noqa: E402
 from gpu import tables as gpu_tables  # noqa: E402
+from gpu import trees as gpu_trees  # noqa: E402
 from gpu.peers import Sampling  # noqa: E402
 from gpu.tables import Cell  # noqa: E402
 
@@ -56,6 +57,9 @@ def test_parity_checks_pass_on_the_cpu():
     checks.check_acceptance(TARGET, 3, 33, 17, torch.float32)
     checks.check_features(TARGET, 4, 33, torch.float16, "padded")
     checks.check_uniforms(TARGET)
+    checks.check_tree_mask(TARGET, 70)
+    checks.check_compact_kv(TARGET, torch.bfloat16, 2, 8)
+    checks.check_tree_attention(TARGET, 9, 32, torch.bfloat16, 2**-7)
     checks.check_empty(TARGET)
     checks.check_exact_law(TARGET, "block", 0, dtype=torch.bfloat16, temperature=0.7, top_k=2)
 
@@ -306,11 +310,20 @@ def test_launches_reads_the_trace(monkeypatch):
 
         def export_chrome_trace(self, path):
             cats = ["kernel", "cpu_op", "kernel", "gpu_memset", None]
-            events = [{"cat": cat, "name": "x"} if cat else {"name": "y"} for cat in cats]
+            events = [
+                {"cat": cat, "name": "void a::(anonymous namespace)::x<3, (b::E)1>(c)", "dur": 4}
+                if cat
+                else {"name": "y"}
+                for cat in cats
+            ]
             Path(path).write_text(json.dumps({"traceEvents": events}))
 
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     assert replays.launches(lambda: None, CPU) == {"kernel": 2, "gpu_memset": 1}
+    assert replays.durations(lambda: None, 2, CPU) == {"x<3, 1>": 6.0}
+    assert replays.short_name("decide(specdec::VerifyParams, specdec::cuda::Scratch)") == "decide"
+    assert replays.short_name("_scan_kernel") == "_scan_kernel"
+    assert replays.sm_clock(lambda: None, CPU) is None
 
 
 READER = """
@@ -708,6 +721,41 @@ def record_of(cell, contestant, us, **more):
     return {**found, "full_share": 0.2, "graph": True, "launches": {"kernel": 3}, **more}
 
 
+def test_kernels_of_ours_have_a_table():
+    kernels = {"scan_laws<0, 1>": 17.25, "decide": 3.0}
+    records = [
+        record_of(CENTRAL, "cuda token", 30.0, kernels=kernels, sm_mhz=1755.0),
+        record_of(CENTRAL, "eager", 300.0, kernels=kernels),
+        record_of(CENTRAL, "triton token", 30.0),
+    ]
+    (row,) = gpu_tables.kernels_table({"records": records}).splitlines()[2:]
+    assert "| cuda token |" in row and "scan_laws<0, 1> 17.25, decide 3.00 | 1755 |" in row
+    assert gpu_tables.kernels_table({"records": records[1:]}) == ""
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_trees_are_checked_and_timed(tmp_path, monkeypatch, capsys, wrong):
+    out = tmp_path / "trees.json"
+    arguments = "--device cpu --nodes 9 --batch 2 --vocab 300 --seconds 0 --out".split()
+    if wrong:  # the control: an operator that is off is not timed
+        verify = torch.ops.specdec.verify_tree
+        off = types.SimpleNamespace(
+            verify_tree=lambda **k: verify(**{**k, "uniforms": 1 - k["uniforms"]})
+        )
+        monkeypatch.setattr(gpu_trees, "resolve", lambda *_: off)
+        with pytest.raises(AssertionError):
+            gpu_trees.main([*arguments, str(out)])
+        return
+    assert gpu_trees.main([*arguments, str(out)]) == 0
+    records = json.loads(out.read_text())["records"]
+    assert [(r["backend"], r["rule"], r["sets"]) for r in records] == [
+        ("cpu", "traversal", 64),
+        ("cpu", "recursive", 64),
+    ]
+    assert all(r["us"] > 0 and r["floor_us"] > 0 and r["kernels"] == {} for r in records)
+    assert "traversal, B=2 N=9 V=300" in capsys.readouterr().out
+
+
 def test_targets():
     one = replace(CENTRAL, batch=1)
     filtered = replace(CENTRAL, filters="top_k+top_p")
@@ -893,7 +941,8 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     (tools / "compute-sanitizer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     arguments = "--device cpu --budget-s 900 --workers 1 --sanitize cpu --steps".split()
-    arguments += "peers smoke tests memcheck bench".split()
+    arguments += "peers smoke tests memcheck trees bench".split()
+    arguments += ["--trees", "--nodes 9 --batch 2 --vocab 300 --seconds 0"]
     arguments += ["--out", str(out)]
     arguments += ["--tests", "python_tests/backends/test_gpu.py -k 'present or test_uniforms'"]
     bench = "--quick --vocab 300 --batch 1 --gamma 2 --cell-s 0 --seed 3 --drafter dense"
@@ -915,6 +964,7 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
         payload["facts"]["torch"] == torch.__version__ and "read_gb_s" in payload["bench"]["facts"]
     )
     text = path.with_suffix(".md").read_text()
+    assert steps["trees"]["note"] == "2 measured" and "## Trees" in text
     assert "### Targets" in text and "### Timings" in text and "times faster than eager" in text
     assert "verifications and the other operators agree" in path.with_suffix(".log").read_text()
     assert sorted(p.suffix for p in out.iterdir()) == [".json", ".log", ".md"]

@@ -23,6 +23,7 @@ from typing import Any
 import common
 
 from gpu import sass
+from gpu.budgets import THREADS, Cost, cost_of
 
 from .machine import Gpu, Latencies
 from .memory import Comparison, GlobalMemory, ProcessMemory
@@ -34,7 +35,6 @@ sys.path.insert(0, str(common.ROOT / "python_tests" / "helpers"))
 
 import fibres  # noqa: E402
 
-THREADS = 256
 ARCH = 90
 BUILD = common.ROOT / "build" / "gpu-model"
 
@@ -91,38 +91,20 @@ def run_compiler(program: str, *arguments: str | Path, to: Path) -> None:
     made.rename(to)
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What a block of a kernel takes of a multiprocessor."""
-
-    registers: int  # of a thread
-    shared: int  # bytes
-    kilobytes: float  # of code
-    resident: int  # blocks that a multiprocessor holds
-
-
 class Sources:
     """The kernels of some CUDA sources, found by the symbols that the stand-in has for them."""
 
-    def __init__(self, sources: Sequence[Path], latencies: Latencies, gpu: Gpu) -> None:
+    def __init__(self, sources: Sequence[Path], latencies: Latencies) -> None:
         self._latencies = latencies
-        self._gpu = gpu
         self._modules: dict[str, tuple[Module, str]] = {}
-        self._resources: dict[str, Resources] = {}
+        self._costs: dict[str, Cost] = {}
         self._programs: dict[str, Program] = {}
         for source in sources:
             ptx, cubin = compiled(source)
             module = Module.read(ptx)
             self._modules.update({symbol_key(k): (module, k) for k in module.kernels})
             for symbol, kernel in sass.kernels_by_symbol(cubin, ARCH).items():
-                self._resources[symbol_key(symbol)] = self._resources_of(kernel)
-
-    def _resources_of(self, kernel: sass.Kernel) -> Resources:
-        per_warp = -(-kernel.registers // 8) * 8 * 32  # registers are given to warps by 256
-        by_registers = self._gpu.registers // (per_warp * THREADS // 32)
-        by_shared = self._gpu.shared_bytes // (-(-(kernel.shared + 1024) // 128) * 128)
-        resident = min(by_registers, by_shared, self._gpu.threads // THREADS)
-        return Resources(kernel.registers, kernel.shared, round(kernel.bytes / 1024, 1), resident)
+                self._costs[symbol_key(symbol)] = cost_of(kernel, None)
 
     def program(self, symbol: str) -> Program:
         """Give a kernel, ready to run."""
@@ -134,9 +116,9 @@ class Sources:
             self._programs[key] = Program(module.kernel(name), self._latencies)
         return self._programs[key]
 
-    def resources(self, symbol: str) -> Resources:
-        """Give what a block of the kernel takes."""
-        return self._resources[symbol_key(symbol)]
+    def cost(self, symbol: str) -> Cost:
+        """Give what the kernel's machine code takes of a multiprocessor."""
+        return self._costs[symbol_key(symbol)]
 
 
 # ---- watching the stand-in -----------------------------------------------------------------------
@@ -154,6 +136,7 @@ class _Launch(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("parameters", ctypes.POINTER(_Parameter)),
         ("num_parameters", ctypes.c_int64),
+        ("chained", ctypes.c_bool),
     ]
 
 
@@ -174,13 +157,18 @@ def _symbols(library: Path) -> tuple[Mapping[int, str], int]:
 
 
 class StandIn:
-    """The CUDA kernels on the host, with somebody who watches their launches."""
+    """The CUDA kernels on the host, with somebody who watches their launches.
 
-    def __init__(self, gpu: Gpu) -> None:
+    They are told to be on that GPU; on None, on what the stand-in's tests have. What they were told
+    first, they remember.
+    """
+
+    def __init__(self, gpu: Gpu | None) -> None:
         self.operators = fibres.operators(THREADS)
         name = f"_cuda_on_fibres_{THREADS}.so"
         self._library = fibres.library(name)
-        self._library.fibres_multiprocessors(ctypes.c_int64(gpu.multiprocessors))
+        if gpu is not None:
+            self._library.fibres_multiprocessors(ctypes.c_int64(gpu.multiprocessors))
         self._library.fibres_scratch.restype = ctypes.c_void_p
         self._symbols, known = _symbols(fibres.BUILD / name)
         here = ctypes.cast(self._library.fibres_launches, ctypes.c_void_p).value
@@ -232,10 +220,11 @@ class Launched:
     blocks: int
     meetings: list[int]  # barriers of each block
     program: Program
-    resources: Resources
+    resident: int  # blocks that a multiprocessor holds
     runs: list[LaunchRun] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
-    together: bool = False
+    together: bool = False  # its blocks wait for each other
+    chained: bool = False  # it may begin before the launch before has ended
     cold_bytes: float = 0.0  # from DRAM, of all blocks
     read_bytes: float = 0.0  # from DRAM and L2, of all blocks
 
@@ -317,7 +306,8 @@ class Recorder:
                         launch.blocks,
                         [0] * launch.blocks,
                         self._sources.program(symbol),
-                        self._sources.resources(symbol),
+                        self._sources.cost(symbol).blocks,
+                        chained=launch.chained,
                     )
                 )
             elif moment == BLOCK_ENDED:

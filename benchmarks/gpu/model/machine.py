@@ -44,9 +44,6 @@ class Gpu:
     l2_gigabytes: float  # a second, of reads that L2 has
     schedulers: int = 4  # of a multiprocessor, a warp instruction a cycle each (NVIDIA)
     issue: float = 0.8  # of their slots that kernels like these fill at best (assumed)
-    threads: int = 2048  # of a multiprocessor (NVIDIA)
-    registers: int = 65_536
-    shared_bytes: int = 233_472
     gap: float = 1.3  # microseconds between two kernels of a stream or graph (review)
     chained_gap: float = 0.7  # the same where the second one is launched early (assumed)
 

@@ -28,7 +28,7 @@ class Prediction:
     @property
     def slots(self) -> int:
         """Blocks that the GPU holds at once."""
-        return self.gpu.multiprocessors * self.launch.resources.resident
+        return self.gpu.multiprocessors * self.launch.resident
 
     @property
     def waves(self) -> int:
@@ -88,8 +88,7 @@ class Prediction:
     @property
     def gap(self) -> float:
         """Predict the microseconds until the kernel begins."""
-        chained = any(i.opcode[0] == "griddepcontrol" for i in self.launch.program.kernel.code)
-        return self.gpu.chained_gap if chained else self.gpu.gap
+        return self.gpu.chained_gap if self.launch.chained else self.gpu.gap
 
     @property
     def agrees(self) -> bool:

@@ -245,6 +245,13 @@ def _leading_zeros(a: Array) -> Array:
     return np.uint32(bits) - length
 
 
+def _reversed(a: Array) -> Array:
+    octets = np.ascontiguousarray(a).view(np.uint8).reshape(*a.shape, a.dtype.itemsize)
+    bits = np.unpackbits(octets[..., ::-1], axis=-1, bitorder="little")
+    bits = bits.reshape(*a.shape, -1, 8)[..., ::-1].reshape(*a.shape, -1)
+    return np.packbits(bits, axis=-1, bitorder="little").view(a.dtype)[..., 0]
+
+
 def _permuted(a: Array, b: Array, selector: Array) -> Array:
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     result = np.zeros(np.broadcast_shapes(both.shape, selector.shape), np.uint32)
@@ -332,7 +339,7 @@ _UNARY: dict[str, Any] = {
     "lg2": np.log2,
     "popc": _population,
     "clz": _leading_zeros,
-    "brev": None,
+    "brev": _reversed,
 }
 _ROUNDINGS: dict[str, Any] = {
     "rni": np.rint,
@@ -384,7 +391,7 @@ class _Builder:
             maker(operation)
         elif name in _BINARY:
             self._binary(operation, _BINARY[name])
-        elif _UNARY.get(name) is not None:
+        elif name in _UNARY:
             self._unary(operation, _UNARY[name])
         else:
             raise NotImplementedError(f"the model does not know {self.instruction}")
@@ -545,6 +552,18 @@ class _Builder:
     def _bfe(self, operation: Operation) -> None:
         place, length = (self.value(x, "u32") for x in self.operands[2:4])
         self._compute(operation, _extracted, self.value(self.operands[1]), place, length)
+
+    def _bfind(self, operation: Operation) -> None:
+        if self.type[0] == "s":
+            raise NotImplementedError(f"the model does not know {self.instruction}")
+        shift = "shiftamt" in self.parts
+
+        def function(a: Array) -> Array:
+            before = _leading_zeros(a)
+            found = before if shift else np.uint32(8 * a.dtype.itemsize - 1) - before
+            return np.where(a == 0, np.uint32(0xFFFFFFFF), found)
+
+        self._unary(operation, function)
 
     def _lop3(self, operation: Operation) -> None:
         table = int(self.operands[4], 0)
