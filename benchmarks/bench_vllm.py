@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests" / "e
 import common  # noqa: E402
 import vllm_process  # noqa: E402
 
+import specdec_ext  # noqa: E402
+
 V, GAMMA = 128_256, 4
 BATCHES = (1, 8, 32)
 #: Name to what a request asks for.
@@ -83,9 +85,11 @@ class Call:
         self.draft = rows[:, :GAMMA] + 0.6 * noise
         temperature = params["temperature"] or 1.0
         probs = (self.draft / temperature).softmax(-1)
-        tokens = probs.flatten(0, 1).multinomial(1, generator=generator)[:, 0]
-        if not params["temperature"]:
-            tokens = self.draft.flatten(0, 1).argmax(-1)
+        # From the filtered law, as our drafts are; theirs would be drawn from `probs`.
+        each_row = dict(
+            seeds=torch.arange(batch * GAMMA), positions=torch.zeros(batch * GAMMA).long()
+        )
+        tokens = specdec_ext.sample(self.draft.flatten(0, 1), **each_row, **params).tokens
         drawn = bool(params["temperature"])  # an engine keeps no laws where all are greedy
         self.probs = probs.flatten(0, 1) if drawn else None
         self.logits = rows.flatten(0, 1)
