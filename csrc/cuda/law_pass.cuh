@@ -35,7 +35,6 @@ struct WarpSummary {
 constexpr int kUnrolled = 2;  // tiles of the loop over plain rows
 
 constexpr double kLn2 = 0.6931471805599453;
-constexpr double kLog2E = 1.4426950408889634;
 
 // Every filter looks for its cutoff among the entries of the groups with the largest maxima.
 __device__ __forceinline__ bool wants_group_max(const Row& row, const Filters& filters) {
@@ -400,14 +399,16 @@ struct RowSums {
 __device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, const RowLaw& law,
                                            int64_t without, bool entropy) {
   RowSums sums{0.0, 0.0, 0.0};
+  const float scale = log2_scale(law.scale);
   for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) {
     if (!(tiles[t].sum > 0.0)) continue;
-    const double shift =
-        law.linear ? 0.0 : law.scale * (static_cast<double>(tiles[t].max) - law.max);
-    const double weight = exp(shift);
+    // In float32, as the weights that the tiles sum up: what a tile far below the maximum loses by
+    // rounding is little of the whole.
+    const float shift = law.linear ? 0.0f : (tiles[t].max - law.max) * scale;
+    const double weight = exp2_weight(shift);
     sums.z += weight * tiles[t].sum;
     if (t != without) sums.others += weight * tiles[t].sum;
-    if (entropy) sums.entropy += weight * (tiles[t].extra + shift * kLog2E * tiles[t].sum);
+    if (entropy) sums.entropy += weight * (tiles[t].extra + shift * tiles[t].sum);
   }
   return {warp_sum(sums.z), without < 0 ? 0.0 : warp_sum(sums.others),
           entropy ? warp_sum(sums.entropy) : 0.0};

@@ -136,15 +136,29 @@ inline unsigned __ballot_sync(unsigned mask, int value,
 namespace specdec {
 namespace fibres {
 
-inline void largest_of_all(void** brought, int n) {
-  int largest = INT_MIN;
+template <typename T>
+struct LargerOf {
+  T operator()(T a, T b) const { return a > b ? a : b; }
+};
+
+template <typename T>
+struct SumOf {
+  T operator()(T a, T b) const { return a + b; }
+};
+
+// Combines what the lanes of a mask have brought.
+template <typename T, typename Op>
+void combine_all(void** brought, int n) {
+  const T* found = nullptr;
+  T total{};
   for (int i = 0; i < n; ++i) {
-    if (brought[i] == nullptr) continue;
-    const int one = *static_cast<int*>(brought[i]);
-    largest = one > largest ? one : largest;
+    const T* one = static_cast<T*>(brought[i]);
+    if (one == nullptr) continue;
+    total = found == nullptr ? *one : Op{}(total, *one);
+    found = one;
   }
   for (int i = 0; i < n; ++i) {
-    if (brought[i] != nullptr) *static_cast<int*>(brought[i]) = largest;
+    if (brought[i] != nullptr) *static_cast<T*>(brought[i]) = total;
   }
 }
 
@@ -154,30 +168,16 @@ inline void largest_of_all(void** brought, int n) {
 inline int __reduce_max_sync(
     unsigned mask, int value,
     specdec::fibres::Site site = specdec::fibres::here("__reduce_max_sync")) {
-  specdec::fibres::meet_warp(mask, site, specdec::fibres::largest_of_all, &value);
+  using namespace specdec::fibres;
+  meet_warp(mask, site, combine_all<int, LargerOf<int>>, &value);
   return value;
 }
-
-namespace specdec {
-namespace fibres {
-
-inline void sum_of_all(void** brought, int n) {
-  unsigned sum = 0;
-  for (int i = 0; i < n; ++i) {
-    if (brought[i] != nullptr) sum += *static_cast<unsigned*>(brought[i]);
-  }
-  for (int i = 0; i < n; ++i) {
-    if (brought[i] != nullptr) *static_cast<unsigned*>(brought[i]) = sum;
-  }
-}
-
-}  // namespace fibres
-}  // namespace specdec
 
 inline unsigned __reduce_add_sync(
     unsigned mask, unsigned value,
     specdec::fibres::Site site = specdec::fibres::here("__reduce_add_sync")) {
-  specdec::fibres::meet_warp(mask, site, specdec::fibres::sum_of_all, &value);
+  using namespace specdec::fibres;
+  meet_warp(mask, site, combine_all<unsigned, SumOf<unsigned>>, &value);
   return value;
 }
 
