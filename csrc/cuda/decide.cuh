@@ -119,6 +119,18 @@ __device__ void flow_down(const VerifyParams& p, const Scratch& s, Decision* d, 
   __syncthreads();
 }
 
+// `publish`, of the works of the lanes that ask, in their order. Collective over a full warp.
+__device__ void publish_by_warp(const WorkQueue& queue, const Work& work, bool asks) {
+  const unsigned asking = __ballot_sync(kAllLanes, asks);
+  const unsigned lane = threadIdx.x % kWarp;
+  WorkWord place = 0;
+  if (lane == 0) place = atomicAdd(queue.published, static_cast<WorkWord>(__popc(asking)));
+  place = __shfl_sync(kAllLanes, place, 0) + __popc(asking & ((1u << lane) - 1));
+  if (!asks) return;
+  __threadfence();
+  atomicExch(queue.words + place, packed(work));
+}
+
 // Asks for the masses. From here on the decision is in other blocks' hands, unless there are more
 // nodes than lanes. Collective over a full warp.
 __device__ void publish_masses(const VerifyParams& p, const Scratch& s, const Decision& d) {

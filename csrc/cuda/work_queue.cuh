@@ -95,18 +95,6 @@ __device__ void publish(const WorkQueue& queue, const Work& work) {
   atomicExch(queue.words + place, packed(work));
 }
 
-// The same, of the works of the lanes that ask, in their order. Collective over a full warp.
-__device__ void publish_by_warp(const WorkQueue& queue, const Work& work, bool asks) {
-  const unsigned asking = __ballot_sync(kAllLanes, asks);
-  const unsigned lane = threadIdx.x % kWarp;
-  WorkWord place = 0;
-  if (lane == 0) place = atomicAdd(queue.published, static_cast<WorkWord>(__popc(asking)));
-  place = __shfl_sync(kAllLanes, place, 0) + __popc(asking & ((1u << lane) - 1));
-  if (!asks) return;
-  __threadfence();
-  atomicExch(queue.words + place, packed(work));
-}
-
 __device__ Ticket wait_for_work(const WorkQueue& queue) {
   constexpr unsigned kPause = 100;  // nanoseconds
   const int64_t ticket = static_cast<int64_t>(atomicAdd(queue.tickets, WorkWord{1}));

@@ -3,7 +3,7 @@
 A draw reads the weights of its law, or of its residual, tile by tile for their sums (a launch over
 requests x splits), and one tile again for the search (a launch over requests). A residual takes one
 more read before, for the mass that its weights are scaled by. Writes 8 bytes a tile and pass.
-Numerics: weights in float32, scaled in float64, summed as uint64, so that no order matters.
+Numerics: weights in float32, summed as uint64, so that no order matters.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from .laws import (
     row_at,
     weights_of,
 )
+
+#: What a residual's weights are multiplied by at most: 2^127, near the largest float32.
+LARGEST_UNIT = tl.constexpr(170141183460469231731687303715884105728.0)
 
 #: Tile sums that one step of a search takes.
 SUM_STEP = tl.constexpr(64)
@@ -183,8 +186,9 @@ def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr
 
 @triton.jit
 def residual_masses(weights, mass):
-    """Integer weights of a residual: they sum to 2^62 whatever its mass."""
-    return (weights.to(tl.float64) * (4611686018427387904.0 / mass)).to(tl.uint64)
+    """Integer weights of a residual: they sum to 2^62 whatever its mass, if above 2^-65."""
+    unit = tl.minimum(4611686018427387904.0 / mass, LARGEST_UNIT).to(tl.float32)
+    return (weights * unit).to(tl.uint64)
 
 
 # ---- search -------------------------------------------------------------------------------------
