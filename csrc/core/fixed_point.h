@@ -12,9 +12,6 @@ namespace SPECDEC_CPU_ISA {
 // Weights of an unnormalised law, each in [0, 1]: up to 2^24 entries sum to less than 2^64.
 constexpr double kLawUnit = 0x1p40;
 
-// Residual weights sum to 2^62 whatever their mass S, so that tiny residuals keep their resolution.
-SPECDEC_HD double residual_unit(double mass) { return 0x1p62 / mass; }
-
 SPECDEC_HD uint64_t multiply_high(uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH__
   return __umul64hi(a, b);

@@ -158,7 +158,7 @@ struct DrawWeights : TileWeights<kElements, kTree> {
 
   __device__ __forceinline__ DrawWeights(const DrawTask& task, bool residual, double mass)
       : TileWeights<kElements, kTree>(task, residual),
-        unit(residual ? residual_unit_of(mass) : static_cast<float>(kLawUnit)) {}
+        unit(residual ? residual_unit(mass) : static_cast<float>(kLawUnit)) {}
 
   __device__ __forceinline__ uint64_t sum(const float* w) const {
     uint64_t sum = 0;

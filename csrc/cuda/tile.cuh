@@ -339,9 +339,9 @@ __device__ __forceinline__ uint64_t fixed_weight(float weight,
   return static_cast<uint64_t>(multiply(weight, unit));
 }
 
-// residual_unit of core/fixed_point.h as a float. A residual of a mass below 2^-65 sums to less
-// than 2^62.
-__device__ __forceinline__ float residual_unit_of(double mass) {
+// Residual weights sum to 2^62 whatever their mass, if it is above 2^-65, so that tiny residuals
+// keep their resolution.
+__device__ __forceinline__ float residual_unit(double mass) {
   return fminf(0x1p62f / static_cast<float>(mass), 0x1p127f);
 }
 
