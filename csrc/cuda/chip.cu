@@ -29,9 +29,17 @@ int attribute_of(int32_t device, cudaDeviceAttr attribute) {
   return value;
 }
 
+// Whether chained launches can be captured into graphs.
+bool captures_chains() {
+  constexpr int kFirst = 12030;  // CUDA 12.3
+  int version = 0;
+  throw_unless_done("version of the driver", cudaDriverGetVersion(&version));
+  return version >= kFirst;
+}
+
 Chip properties_of(int32_t device) {
   return {attribute_of(device, cudaDevAttrMultiProcessorCount),
-          attribute_of(device, cudaDevAttrComputeCapabilityMajor) >= 9};
+          attribute_of(device, cudaDevAttrComputeCapabilityMajor) >= 9 && captures_chains()};
 }
 
 // While it lives this thread may load kernels although it captures a stream.
