@@ -1,4 +1,4 @@
-"""Time `specdec_ext.tree_attention` against attention under a dense mask and FlexAttention.
+"""Time `specdec_ext.tree_attention` against a dense mask, FlexAttention and FlashInfer.
 
     python benchmarks/bench_tree_attention.py --quick    # a few settings, under two minutes
     python benchmarks/bench_tree_attention.py            # the grid
@@ -6,8 +6,10 @@
 
 Every contestant is first compared with the float64 reference on the inputs that are timed; what
 differs by more than rounding is not timed, and the exit code is 1. All read the same caches, which
-lie as those of Hugging Face do, [B, Hkv, L, D]. The dense mask (in q's dtype) and FlexAttention's
-block mask are made beforehand, outside the timing: a loop has to make a new one for every tree.
+lie as those of Hugging Face do, [B, Hkv, L, D]; FlashInfer, where it is installed and there is a
+GPU, gets copies that lie as it likes them. The masks (a dense one in q's dtype, FlexAttention's of
+blocks, FlashInfer's of bits with its plan) are made beforehand, outside the timing: a loop has to
+make a new one for every tree.
 
 Bars: on the CPU no slower than ``scaled_dot_product_attention``; on a GPU 1.5 times as fast at
 N = 64, L = 8,192.
@@ -34,10 +36,13 @@ from specdec_ext import reference
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # noqa: E402
+from gpu import peers  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 OURS, DENSE, FLEX = "specdec_ext", "sdpa, dense mask", "flex_attention, compiled"
+FLASHINFER = "flashinfer, custom mask"
+CONTESTANTS = (OURS, DENSE, FLEX, FLASHINFER)
 HEAD_SIZE = 128
 PAGE = 16
 
@@ -138,7 +143,7 @@ def in_cache(setting: Setting, call: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def contestants(setting: Setting, call: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """Give what is timed; all return [B, N, H, D]."""
+    """Give what is timed; all return [B, N, H, D], and may prepare themselves at the first call."""
     q, k, v = (call[name].transpose(1, 2) for name in ("q", "k_cache", "v_cache"))
     where: dict[str, Any] = dict(
         prefix_lens=call["seq_lens"], prefix_width=setting.places - setting.nodes, layout="packed"
@@ -163,7 +168,27 @@ def contestants(setting: Setting, call: dict[str, Tensor]) -> dict[str, Callable
     def flexible() -> Tensor:
         return flex(q, k, v, block_mask=blocks, enable_gqa=grouped).transpose(1, 2)
 
-    return {OURS: ours, DENSE: masked, FLEX: flexible}
+    found = {OURS: ours, DENSE: masked, FLEX: flexible}
+    if q.is_cuda and peers.missing("flashinfer") is None:
+        found[FLASHINFER] = Flashinfer(call, where)
+    return found
+
+
+class Flashinfer:
+    """FlashInfer's attention, planned at the first call: what it cannot do, it says there."""
+
+    def __init__(self, call: dict[str, Tensor], where: dict[str, Any]) -> None:
+        self.call, self.where = call, where
+        self.run: Callable[[], Tensor] | None = None
+
+    def __call__(self) -> Tensor:
+        if self.run is None:
+            call = self.call
+            allowed = specdec_ext.dense_tree_mask(call["ancestors"], **self.where, dtype=torch.bool)
+            lengths = (call["seq_lens"] + call["q"].shape[1]).tolist()
+            caches = (call["k_cache"], call["v_cache"])
+            self.run = peers.flashinfer_attention(call["q"], *caches, allowed[:, 0], lengths)
+        return self.run()
 
 
 def check(name: str, found: Tensor, expected: Tensor, padding: Tensor) -> str:
@@ -185,8 +210,8 @@ def run(setting: Setting, device: torch.device, budget: float) -> tuple[dict[str
     for name, contestant in contestants(setting, call).items():
         try:
             fault = check(name, contestant(), expected, padding)
-        except Exception as error:  # FlexAttention does not compile everywhere
-            if name != FLEX:
+        except Exception as error:  # they do not compile everywhere
+            if name not in (FLEX, FLASHINFER):
                 raise
             print(f"  {name} left out: {str(error).splitlines()[0][:120]}")
             continue
@@ -216,12 +241,12 @@ def table(records: Iterable[dict[str, Any]]) -> str:
     rows = []
     for r in records:
         setting = Setting(**{k: r[k] for k in Setting.__dataclass_fields__})
-        times = [cell(r, f"{name} median ms", ".3g") for name in (OURS, DENSE, FLEX)]
+        times = [cell(r, f"{name} median ms", ".3g") for name in CONTESTANTS]
         wanted = r.get("bar")
         verdict = "-" if wanted is None else "PASS" if r["ratio"] >= wanted else "FAIL"
         others = cell(r, "others", ".0%")
         rows.append([setting.label(), *times, cell(r, "ratio", ".2f"), verdict, others])
-    header = ["setting", *(f"{name} ms" for name in (OURS, DENSE, FLEX))]
+    header = ["setting", *(f"{name} ms" for name in CONTESTANTS)]
     return common.markdown_table([*header, "ratio to dense", "bar", "others %"], rows)
 
 
@@ -229,22 +254,23 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="a few settings")
+    parser.add_argument("--first", type=int, metavar="K", help="only the first K settings")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds a setting")
     parser.add_argument("--out", type=Path, help="write a record: a path without suffix")
     options = parser.parse_args()
     device = torch.device(options.device)
     records, all_right = [], True
-    for setting in grid(options.quick, device):
+    for setting in grid(options.quick, device)[: options.first]:
         print(setting.label(), flush=True)
         record, right = run(setting, device, options.budget)
         records.append(record)
         all_right = all_right and right
+        if options.out is not None:  # after each setting: a time limit may end this
+            found = {"machine": common.machine_facts(), "records": records}
+            common.write_json(options.out.with_suffix(".json"), found)
+            common.write_csv(options.out.with_suffix(".csv"), records)
     print(table(records))
-    if options.out is not None:
-        facts = common.machine_facts()
-        common.write_json(options.out.with_suffix(".json"), {"machine": facts, "records": records})
-        common.write_csv(options.out.with_suffix(".csv"), records)
     return 0 if all_right else 1
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common  # noqa: E402
 
-from gpu.sass import Kernel, kernels  # noqa: E402
+from gpu.sass import OF_LISTS, Kernel, kernels  # noqa: E402
 
 ARCH = 90  # whose machine code has the budgets: sm_90
 CUDA = "13.0"  # whose compiler the budgets are of
@@ -103,7 +103,7 @@ BUDGETS = {
     "finish_laws<0>": Budget(271, spills=109, registers=80),
     "finish_laws<1>": Budget(348, spills=121, registers=80),
     "finish_rows<1>": Budget(294, spills=305, registers=80),
-    "finish_rows<0>": Budget(227, spills=147, registers=80),
+    "finish_rows<0>": Budget(227, spills=148, registers=80),
     "race_rows": Budget(123, spills=4, registers=80),
     "race_nodes": Budget(87, registers=80),
     "decide<1>": Budget(191, stream=ROW_16, per_entry=17, fp64=0.1),
@@ -123,8 +123,8 @@ BUDGETS = {
     "draw_token<0>": Budget(72, spills=7, stream=ROW_32, per_entry=15),
     "draw_token<3>": Budget(157, spills=7, stream=ROW_16, per_entry=15),
     "open_trees": Budget(31, spills=3, registers=64),
-    "write_laws<0>": Budget(223, spills=123, registers=80),
-    "write_laws<1>": Budget(273, spills=259, registers=80),
+    "write_laws<0>": Budget(223, spills=124, registers=80),
+    "write_laws<1>": Budget(273, spills=260, registers=80),
     "visit_trees<1>": Budget(128, spills=162, stream=ROW_16, per_entry=14),
     "visit_trees<2>": Budget(125, spills=160, stream=ROW_16, per_entry=13),
     "visit_trees<0>": Budget(124, spills=162, stream=ROW_32, per_entry=13.5),
@@ -133,6 +133,13 @@ BUDGETS = {
 
 #: Of any other kernel.
 OTHERWISE = Budget(265)
+#: Of any kernel that knows lists of draft tokens: the most that one of them takes.
+LISTED = Budget(348, spills=313)
+
+
+def budget_of(name: str) -> Budget:
+    """Find the budget of a kernel."""
+    return BUDGETS.get(name, LISTED if name.endswith(OF_LISTS) else OTHERWISE)
 
 
 def cost_of(kernel: Kernel, stream: Stream | None) -> Cost:
@@ -211,9 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; give 1 if a budget is exceeded."""
     options = parse(argv)
     found = kernels(options.library, ARCH)
-    costs = worst(cost_of(k, BUDGETS.get(k.name, OTHERWISE).stream) for k in found)
+    costs = worst(cost_of(k, budget_of(k.name).stream) for k in found)
     print(table(costs))
-    excess = [line for c in costs for line in c.excess(BUDGETS.get(c.name, OTHERWISE))]
+    excess = [line for c in costs for line in c.excess(budget_of(c.name))]
     missing = sorted(set(BUDGETS) - {cost.name for cost in costs})
     excess += [f"{name}: there is no such kernel" for name in missing]
     print("\n".join(excess) or "all within their budgets")

@@ -1,4 +1,4 @@
-"""Other ways from raw logits to emitted tokens, called as their documentation says.
+"""Other ways from raw logits to emitted tokens, and of attention over trees, called as documented.
 
 eager, compile
     `baselines` with a temperature, and a race of exponentials for the last token:
@@ -6,12 +6,14 @@ eager, compile
 flashinfer
     softmax of target and draft, ``top_k_renorm_probs``, ``top_p_renorm_probs``,
     ``chain_speculative_sampling``. A deterministic draft is a one-hot law in a buffer kept for it.
+    Trees: ``BatchPrefillWithRaggedKVCacheWrapper`` with a custom mask.
 vllm
-    What its ``RejectionSampler`` does without logprobs, penalties and bookkeeping: bonus token
-    first, then ``apply_sampling_constraints`` and ``rejection_sample``.
+    What the sampler of its V2 model runner launches, without logprobs, penalties and bookkeeping: a
+    copy in float32, ``apply_temperature``, ``apply_top_k_top_p_triton``, ``rejection_sample``. From
+    an installed vLLM, or from the few files of one that carry_vllm.py took along.
 
 All get their parameters as Python numbers or prepared tensors, whichever is faster for them, and
-all use the token rule. What is not installed here is left out, with the reason.
+verify by the token rule. What is not installed here is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -219,6 +220,40 @@ def flashinfer_verifier(
     return verify
 
 
+def flashinfer_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, allowed: Tensor, lengths: Sequence[int]
+) -> Callable[[], Tensor]:
+    """Attend over caches under masks of their own, all made and planned before it is called.
+
+    q ``[B, N, H, D]``, caches ``[B, L, Hkv, D]`` of which request b has the first ``lengths[b]``
+    places, allowed ``[B, N, L]`` bool; gives ``[B, N, H, D]``. Keys and values lie as the kernel
+    likes them best, one request behind the other.
+    """
+    help_compiler(Path(tempfile.mkdtemp(prefix="libcuda-")))
+    prefill: Any = import_module("flashinfer.prefill")
+    batch, nodes, heads, size = q.shape
+    k, v = (
+        torch.cat([row[:length] for row, length in zip(cache, lengths, strict=True)])
+        for cache in (k_cache, v_cache)
+    )
+    masks = [row[:, :length].flatten() for row, length in zip(allowed, lengths, strict=True)]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+    wrapper = prefill.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    wrapper.plan(
+        torch.arange(batch + 1, dtype=torch.int32, device=q.device) * nodes,
+        ends.to(q.device),
+        heads,
+        k.shape[1],
+        size,
+        custom_mask=torch.cat(masks),
+        q_data_type=q.dtype,
+        kv_data_type=k.dtype,
+    )
+    packed = q.reshape(-1, heads, size)
+    return lambda: wrapper.run(packed, k, v).view(q.shape)
+
+
 # -------------------------------------------------------------------------------------------------
 # vLLM
 # -------------------------------------------------------------------------------------------------
@@ -227,44 +262,66 @@ def flashinfer_verifier(
 def vllm_verifier(
     sampling: Sampling, batch: int, gamma: int, vocab: int, device: torch.device
 ) -> Verifier:
-    """Call vLLM's rejection sampler below its metadata classes."""
-    sampler: Any = import_module("vllm.v1.sample.rejection_sampler")
-    filters: Any = import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    """Call vLLM's kernels below its metadata classes, which keep these index tensors up to date."""
+    kernels: Any = import_module("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils")
+    scaling: Any = import_module("vllm.v1.worker.gpu.sample.gumbel")
+    filters: Any = import_module("vllm.v1.sample.ops.topk_topp_triton")
 
-    def per_request(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((batch,), value, dtype=dtype, device=device)
+    def full(rows: int, value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
 
-    asked = SimpleNamespace(
-        temperature=per_request(sampling.temperature, torch.float32),
-        top_k=per_request(sampling.top_k, torch.int32) if sampling.top_k > 0 else None,
-        top_p=per_request(sampling.top_p, torch.float32) if sampling.top_p < 1 else None,
-        all_greedy=False,
-        all_random=True,
-        generators={},
-    )
-    ends = torch.arange(1, batch + 1, dtype=torch.int32, device=device) * gamma
+    def counted(rows: int) -> Tensor:
+        return torch.arange(rows, dtype=torch.int32, device=device)
+
+    requests, steps = counted(batch), counted(gamma + 1)
+    asked = full(batch, sampling.temperature, torch.float32)
 
     def constrained(logits: Tensor) -> Tensor:
-        rows = logits.reshape(-1, vocab).to(torch.float32, copy=True)  # changed in place
-        limits = sampler.apply_sampling_constraints(rows, ends, asked)
-        return limits.softmax(-1, dtype=torch.float32)
+        rows, count = logits.shape[0] * logits.shape[1], logits.shape[1]
+        scaled = torch.empty((rows, vocab), dtype=torch.float32, device=device)
+        scaled.copy_(logits.reshape(rows, vocab))
+        if sampling.temperature != 1:
+            scaling.apply_temperature(scaled, requests_of[count], asked)
+        if sampling.filtered:
+            scaled = filters.apply_top_k_top_p_triton(scaled, top_k[count], top_p[count])
+        return scaled.view(logits.shape)
+
+    # By rows a request: gamma + 1 of the target, gamma of the draft.
+    counts = (gamma, gamma + 1)
+    requests_of = {n: requests.repeat_interleave(n) for n in counts}
+    top_k = {n: full(batch * n, sampling.top_k, torch.int32) for n in counts}
+    top_p = {n: full(batch * n, sampling.top_p, torch.float32) for n in counts}
+    if sampling.top_k <= 0:
+        top_k = dict.fromkeys(counts)
+    if sampling.top_p >= 1:
+        top_p = dict.fromkeys(counts)
+    # Its drafts are drawn with a temperature alone, by which rejection_sample divides their logits.
+    # A draft's law with filters is made as the target's is, and then has its temperature.
+    divides = full(batch, 1.0, torch.float32) if sampling.filtered else asked
+    seeds, ends = requests.to(torch.int64), counted(batch + 1) * (gamma + 1)
+    of_step = steps.repeat(batch)
+    positions = of_step.to(torch.int64)
 
     def verify(inputs: Inputs) -> Tensor:
-        bonus = inputs.target[:, -1].float() / asked.temperature[:, None]
-        bonus = filters.apply_top_k_top_p(bonus, asked.top_k, asked.top_p)
-        drawn = filters.random_sample(bonus.softmax(-1, dtype=torch.float32), {})
-        # The draft's law is part of the work; a serving engine has made it while drafting.
-        draft_probs = None if inputs.draft is None else constrained(inputs.draft)
-        return sampler.rejection_sample(
-            inputs.tokens32.view(-1),
-            [gamma] * batch,
-            gamma,
+        target, draft = inputs.target, inputs.draft
+        if sampling != Sampling():
+            target = constrained(target)
+        if draft is not None and sampling.filtered:
+            draft = constrained(draft)
+        tokens, emitted = kernels.rejection_sample(
+            target.view(-1, vocab),
+            draft,
+            torch.nn.functional.pad(inputs.tokens32, (1, 0)).view(-1),
             ends,
-            draft_probs,
-            constrained(inputs.target[:, :-1]),
-            drawn.view(-1, 1).int(),
-            asked,
+            positions,
+            requests,
+            requests_of[gamma + 1],
+            of_step,
+            divides,
+            seeds,
+            gamma,
         )
+        return tokens.masked_fill(steps >= emitted[:, None], -1)
 
     return verify
 
@@ -307,15 +364,19 @@ def verifier(
 def main() -> int:
     """Build what peers compile at their first call, and say what there is."""
     device = torch.device("cuda", 0)
-    reasons = absences()
-    for name, reason in reasons.items():
-        if reason is None:
-            try:
-                tiny_call(name, device)
-                reason = "works"
-            except Exception as error:
-                reason = f"fails: {type(error).__name__}: {error}"
-        print(f"{name}: {reason}", flush=True)
+    for name, reason in absences().items():
+        calls = {name: partial(tiny_call, name, device)}
+        if name == "flashinfer":
+            calls["flashinfer's attention"] = partial(tiny_attention, device)
+        for what, call in calls.items():
+            said = reason
+            if said is None:
+                try:
+                    call()
+                    said = "works"
+                except Exception as error:
+                    said = f"fails: {type(error).__name__}: {error}"
+            print(f"{what}: {said}", flush=True)
     return 0
 
 
@@ -328,6 +389,14 @@ def tiny_call(name: str, device: torch.device) -> Tensor:
     draft = target[:, 1:].contiguous()
     inputs = Inputs(target, draft, tokens, tokens.int(), uniforms, seed)
     return verifier(name, Sampling(0.8, 20, 0.9), (2, 2, 128), device)(inputs).cpu()
+
+
+def tiny_attention(device: torch.device) -> Tensor:
+    """Attend over two short caches, in the head sizes and dtype that are timed."""
+    q = torch.randn(2, 3, 8, 128, device=device).bfloat16()
+    k, v = (torch.randn(2, 9, 2, 128, device=device).bfloat16() for _ in range(2))
+    allowed = torch.ones(2, 3, 9, dtype=torch.bool, device=device)
+    return flashinfer_attention(q, k, v, allowed, [7, 9])().cpu()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ memcheck    compute-sanitizer over the same few calls; a tool that the machine r
 racecheck   with its own words
 tests       ``pytest -m gpu``; a kernel that breaks or hangs its process costs its own test only
 trees       benchmarks/gpu/trees.py (with the arguments after ``--trees``)
+attention   benchmarks/bench_tree_attention.py --quick (or the arguments after ``--attention``)
 bench       benchmarks/gpu/bench.py --quick (or the arguments after ``--bench``)
 
 ``--steps`` chooses some of them, ``--merge`` makes one report of several runs' JSON: time not used
@@ -29,13 +30,13 @@ Python, torch and nvcc, ``SPECDEC_CUDA=1 python setup.py build_ext --inplace``, 
     python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-checks \\
         --steps build info smoke memcheck racecheck tests
     python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-bench \\
-        --steps build info trees bench
+        --steps build info peers trees attention bench
 
 and ``--merge CHECKS.json BENCH.json`` makes one report of theirs.
 
 A few packages make more of it, installed or on PYTHONPATH: flashinfer-python and apache-tvm-ffi
-(0.6.4 and 0.1.15 do with what torch brings, and nvcc compiles their kernels here), vllm;
-pytest-xdist and pytest-timeout for the tests.
+(0.6.4 and 0.1.15 do with what torch brings, and nvcc compiles their kernels here); vLLM, or what
+carry_vllm.py takes out of it; pytest-xdist and pytest-timeout for the tests.
 
 Results: ``gpu-<name>-<date>.json``, ``.md`` and ``.log`` (everything printed) under ``--out``,
 benchmarks/results by default, written again after each step. The exit code says whether a step
@@ -69,6 +70,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import bench_tree_attention  # noqa: E402
 import common  # noqa: E402
 
 from gpu import tables  # noqa: E402
@@ -97,12 +99,20 @@ STEPS = {
     "racecheck": 1.5,
     "tests": 6.0,
     "trees": 1.5,
+    "attention": 1.5,
     "bench": 8.0,
 }
 #: Seconds that a step is given even where its share is smaller.
 LEAST = {
     **{"facts": 90.0, "build": 240.0, "info": 60.0, "smoke": 90.0, "tests": 150.0},
-    **{"memcheck": 100.0, "racecheck": 100.0, "trees": 90.0},
+    **{"memcheck": 100.0, "racecheck": 100.0, "trees": 90.0, "attention": 90.0},
+}
+
+
+#: Of the records of steps that have no other place in the report.
+TABLES: dict[str, Callable[[Any], str]] = {
+    "trees": tables.trees_table,
+    "attention": bench_tree_attention.table,
 }
 
 
@@ -170,8 +180,10 @@ class Report:
         parts += ["## Steps", common.markdown_table(header, rows)]
         if self.bench.get("facts"):
             parts += [tables.markdown(self.bench)]
-        if "trees" in self.steps and self.steps["trees"].details:
-            parts += ["## Trees", tables.trees_table(self.steps["trees"].details["records"])]
+        for name, table in TABLES.items():
+            if name in self.steps and self.steps[name].details:
+                records = self.steps[name].details["records"]
+                parts += [f"## {name.capitalize()}", table(records)]
         for step in self.steps.values():
             if step.status not in ("ok", "skipped"):
                 parts += [f"## Output of {step.name}", f"```text\n{step.tail}\n```"]
@@ -409,18 +421,22 @@ def read_sanitizer(step: Step, text: str) -> Step:
     return step
 
 
-def trees(report: Report, limit: float) -> Step:
-    """Time trees and take the records in, whatever came of it."""
-    options = report.options
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "trees.json"
-        command = python("benchmarks/gpu/trees.py", "--device", str(options.device), "--out", path)
-        step, _ = run(report, "trees", [*command, *shlex.split(options.trees)], limit)
-        if path.exists():
-            step.details = json.loads(path.read_text())
-    said = f"{len(step.details.get('records', []))} measured"
-    step.note = f"{step.note} {said}".strip()
-    return step
+def timings(name: str, script: str) -> Callable[[Report, float], Step]:
+    """Give the step of a script of records: it runs, and they are taken in, whatever came of it."""
+
+    def step_of(report: Report, limit: float) -> Step:
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / f"{name}.json"
+            command = python(script, "--device", str(report.options.device), "--out", path)
+            arguments = shlex.split(getattr(report.options, name))
+            step, _ = run(report, name, [*command, *arguments], limit)
+            if path.exists():
+                step.details = json.loads(path.read_text())
+        said = f"{len(step.details.get('records', []))} measured"
+        step.note = f"{step.note} {said}".strip()
+        return step
+
+    return step_of
 
 
 def bench(report: Report, limit: float) -> Step:
@@ -450,7 +466,8 @@ ACTIONS: Mapping[str, Callable[[Report, float], Step]] = {
     "memcheck": sanitizer("memcheck"),
     "racecheck": sanitizer("racecheck"),
     "tests": tests,
-    "trees": trees,
+    "trees": timings("trees", "benchmarks/gpu/trees.py"),
+    "attention": timings("attention", "benchmarks/bench_tree_attention.py"),
     "bench": bench,
 }
 
@@ -519,6 +536,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=workers, help="of pytest-xdist")
     parser.add_argument("--sanitize", nargs="+", default=["cuda"], help="backends to sanitize")
     parser.add_argument("--trees", default="", help="arguments of trees.py")
+    quick = "arguments of bench_tree_attention.py"
+    parser.add_argument("--attention", default="--quick", help=quick)
     parser.add_argument("--bench", default="--quick", help="arguments of bench.py")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the report")
     parser.add_argument("--suffix", default="", help="of the files' names")

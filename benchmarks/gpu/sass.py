@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BYTES = 16  # of an instruction, from sm_70 on
+OF_LISTS = " of lists"  # kernels that know lists of draft tokens: csrc/cuda/verify*_lists.cu
 
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"0x[0-9a-f]+$")
@@ -267,7 +268,10 @@ def _codes(text: str) -> Iterator[tuple[str, tuple[Instruction, ...]]]:
 
 
 def _readable(symbol: str) -> str:
-    """Give a kernel's own name and its template arguments that are numbers."""
+    """Give a kernel's own name and its template arguments that are numbers.
+
+    Those that are compiled once more, for lists of draft tokens, say so behind it.
+    """
     # An anonymous namespace ends with eight hexadecimal digits; then comes the length of the name.
     match = re.search(r"_cu_[0-9a-f]{8}_?(\d+)", symbol)
     if match is None:
@@ -277,4 +281,5 @@ def _readable(symbol: str) -> str:
     numbers = re.findall(r"L(?:[a-z]|N\w*?E)(\d+)E", rest) if rest.startswith("I") else []
     types = re.findall(r"_\d+_(\w+?)_cu_", rest.split("EEv")[0]) if rest.startswith("I") else []
     arguments = [*types, *numbers]
-    return f"{name}<{', '.join(arguments)}>" if arguments else name
+    readable = f"{name}<{', '.join(arguments)}>" if arguments else name
+    return readable + OF_LISTS if "_lists_cu_" in symbol[: match.end()] else readable

@@ -31,6 +31,7 @@ from specdec_ext.testing import make_case, make_tree_case
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import bench_tree_attention  # noqa: E402
 import common  # noqa: E402
 from gpu import bench as bench_gpu  # noqa: E402
 from gpu import peers, replays  # noqa: E402
@@ -437,73 +438,127 @@ def flashinfer_stand_in():
 
 
 def vllm_stand_in():
-    """The functions of vLLM's sampler, by their signatures."""
-    sampler, filters = types.SimpleNamespace(), types.SimpleNamespace()
+    """The functions of vLLM's sampler, by their signatures; python_tests/engines runs the real."""
 
-    def apply_top_k_top_p(logits, k, p):
-        probs = logits.softmax(-1)
+    def apply_temperature(logits, expanded_idx_mapping, temperature):
+        logits.div_(temperature[expanded_idx_mapping][:, None])
+
+    def apply_top_k_top_p_triton(logits, k, p, mask_value=float("-inf")):
+        assert logits.dtype == torch.float32 and logits.dim() == 2
         if k is not None:
+            assert k.shape == (len(logits),) and k.dtype == torch.int32
             limits = torch.stack(
                 [row.topk(int(n)).values[-1] for row, n in zip(logits, k, strict=True)]
             )
-            logits = logits.masked_fill(logits < limits[:, None], -torch.inf)
+            logits = logits.masked_fill(logits < limits[:, None], mask_value)
         if p is not None:
+            assert p.shape == (len(logits),)
             ranked, order = logits.softmax(-1).sort(-1, descending=True)
             far = ranked.cumsum(-1) - ranked >= p[:, None]
-            logits = logits.masked_fill(torch.zeros_like(far).scatter_(-1, order, far), -torch.inf)
-        assert probs.shape == logits.shape
+            logits = logits.masked_fill(torch.zeros_like(far).scatter_(-1, order, far), mask_value)
         return logits
 
-    def apply_sampling_constraints(logits, cu_num_draft_tokens, sampling_metadata):
-        counts = cu_num_draft_tokens.diff(prepend=cu_num_draft_tokens.new_zeros(1)).long()
-        asked = sampling_metadata
-        logits.div_(asked.temperature.repeat_interleave(counts)[:, None])
-        k, p = (v if v is None else v.repeat_interleave(counts) for v in (asked.top_k, asked.top_p))
-        return apply_top_k_top_p(logits, k, p)
-
     def rejection_sample(
-        draft_token_ids,
-        num_draft_tokens,
-        max_spec_len,
-        cu_num_draft_tokens,
-        draft_probs,
-        target_probs,
-        bonus_token_ids,
-        sampling_metadata,
+        target_logits,
+        draft_logits,
+        draft_sampled,
+        cu_num_logits,
+        pos,
+        idx_mapping,
+        expanded_idx_mapping,
+        expanded_local_pos,
+        temperature,
+        seed,
+        num_speculative_steps,
+        synthetic_conditional_rates=None,
+        use_fp64=False,
+        use_block_verification=False,
+        contexts=None,
+        watermarking=None,
+        watermarking_skip_mask=None,
+        watermark_key=None,
     ):
-        assert draft_token_ids.dim() == 1 and draft_token_ids.dtype == torch.int32
-        assert bonus_token_ids.shape == (len(num_draft_tokens), 1)
-        assert target_probs.is_contiguous() and sampling_metadata.generators == {}
-        batch, vocab = len(num_draft_tokens), target_probs.shape[-1]
-        p = target_probs.view(batch, max_spec_len, vocab)
-        tokens = draft_token_ids.view(batch, max_spec_len).long()
-        q = torch.zeros_like(p).scatter_(-1, tokens[..., None], 1.0)
-        if draft_probs is not None:
-            q = draft_probs.view_as(p)
-        bonus = torch.nn.functional.one_hot(bonus_token_ids.long(), vocab).float()
-        coins = torch.rand(batch, max_spec_len + 1, dtype=torch.float64)
-        verdict = peers.baselines.verify_token(
-            torch.cat([p, bonus], 1), tokens, q, coins, lambda probs: probs, peers.race
+        batch, count = len(idx_mapping), num_speculative_steps + 1
+        assert (
+            pos.shape == expanded_idx_mapping.shape == expanded_local_pos.shape == (batch * count,)
         )
-        return verdict.tokens.int()
+        assert torch.equal(cu_num_logits.diff(), torch.full_like(idx_mapping, count))
+        assert pos.dtype == seed.dtype == torch.int64 and len(seed) == batch
+        p = target_logits.view(batch, count, -1).float().softmax(-1)
+        tokens = draft_sampled.view(batch, count)[:, 1:].long()
+        q = torch.zeros_like(p[:, 1:]).scatter_(-1, tokens[..., None], 1.0)
+        if draft_logits is not None:  # as drawn: before their temperature
+            q = (draft_logits.float() / temperature[:, None, None]).softmax(-1)
+        coins = torch.rand(batch, count, dtype=torch.float64)
+        verdict = peers.baselines.verify_token(p, tokens, q, coins, lambda x: x, peers.race)
+        emitted = verdict.num_accepted.int() + 1
+        # What is beyond the end is left as it was.
+        beyond = torch.arange(count) >= emitted[:, None]
+        return verdict.tokens.masked_fill(beyond, 7), emitted
 
-    sampler.apply_sampling_constraints = apply_sampling_constraints
-    sampler.rejection_sample = rejection_sample
-    filters.apply_top_k_top_p = apply_top_k_top_p
-    filters.random_sample = lambda probs, generators: peers.race(probs).view(-1)
-    return sampler, filters
+    return {
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": dict(
+            rejection_sample=rejection_sample
+        ),
+        "vllm.v1.worker.gpu.sample.gumbel": dict(apply_temperature=apply_temperature),
+        "vllm.v1.sample.ops.topk_topp_triton": dict(
+            apply_top_k_top_p_triton=apply_top_k_top_p_triton
+        ),
+    }
+
+
+class RaggedAttention:
+    """FlashInfer's wrapper of that job by its documentation, on tensors of torch."""
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+
+    def plan(
+        self,
+        qo_indptr,
+        kv_indptr,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        head_dim_vo=None,
+        custom_mask=None,
+        q_data_type="float16",
+        kv_data_type=None,
+    ):
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+        assert custom_mask.dtype == torch.bool and custom_mask.dim() == 1
+        self.queries, self.keys = qo_indptr.tolist(), kv_indptr.tolist()
+        self.heads, self.mask, self.dtype = (num_qo_heads, num_kv_heads), custom_mask, q_data_type
+
+    def run(self, q, k, v):
+        assert q.shape[1] == self.heads[0] and k.shape[1] == v.shape[1] == self.heads[1]
+        assert q.dtype == self.dtype and k.is_contiguous() and v.is_contiguous()
+        out, masks = [], self.mask
+        for b in range(len(self.queries) - 1):
+            rows = slice(*self.queries[b : b + 2])
+            places = slice(*self.keys[b : b + 2])
+            shape = (rows.stop - rows.start, places.stop - places.start)
+            mask, masks = masks[: shape[0] * shape[1]].view(shape), masks[shape[0] * shape[1] :]
+            turned = [t.transpose(0, 1)[None] for t in (q[rows], k[places], v[places])]
+            found = torch.nn.functional.scaled_dot_product_attention(
+                *turned, attn_mask=mask, enable_gqa=True
+            )
+            out.append(found[0].transpose(0, 1))
+        assert not len(masks)
+        return torch.cat(out)
 
 
 @pytest.fixture
 def packages(monkeypatch):
     """Other packages' place taken by stand-ins of the same signatures."""
-    sampler, filters = vllm_stand_in()
     stand_ins = {
         "flashinfer": types.SimpleNamespace(__spec__=object()),
         "flashinfer.sampling": flashinfer_stand_in(),
+        "flashinfer.prefill": types.SimpleNamespace(
+            BatchPrefillWithRaggedKVCacheWrapper=RaggedAttention
+        ),
         "vllm": types.SimpleNamespace(__spec__=object()),
-        "vllm.v1.sample.rejection_sampler": sampler,
-        "vllm.v1.sample.ops.topk_topp_sampler": filters,
+        **{name: types.SimpleNamespace(**has) for name, has in vllm_stand_in().items()},
     }
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -526,6 +581,23 @@ def test_packages_are_called_as_documented(packages, name, drafter, sampling):
     bench_gpu.check_law(verify, inputs, p, alpha)  # nothing is left over from the first call
     assert torch.equal(inputs.target, before)
     assert peers.tiny_call(name, CPU).shape == (2, 3)
+
+
+def test_attention_of_flashinfer_is_called_as_documented(packages):
+    """On the inputs of the benchmark, whose check it has to pass."""
+    setting = bench_tree_attention.Setting(2, 9, 4, 2, 40, "float32", ragged=True)
+    call = bench_tree_attention.make_call(setting, CPU)
+    where = dict(prefix_lens=call["seq_lens"], prefix_width=31, layout="packed")
+    contestant = bench_tree_attention.Flashinfer(call, where)
+    expected = reference.tree_attention(**call).out
+    padding = (call["ancestors"] == 0).all(2)
+    checked = (bench_tree_attention.FLASHINFER, contestant(), expected, padding)
+    assert bench_tree_attention.check(*checked) == ""
+    call["ancestors"] = call["ancestors"].roll(1, 0)  # the control: the other request's tree
+    assert bench_tree_attention.check("other", contestant(), expected, padding) == ""
+    other = bench_tree_attention.Flashinfer(call, where)()
+    assert "differs" in bench_tree_attention.check("other", other, expected, padding)
+    assert peers.tiny_attention(CPU).shape == (2, 3, 8, 128)
 
 
 def test_absent_packages_are_left_out(monkeypatch):
@@ -832,7 +904,7 @@ def test_time_is_shared():
     assert gpu_report.limit_of("build", names[1:], 500.0) == 240.0
     assert gpu_report.limit_of("smoke", names[4:], 30.0) == 30.0
     after = names[names.index("tests") :]
-    assert gpu_report.limit_of("tests", after, 1550.0) == pytest.approx(600.0)
+    assert gpu_report.limit_of("tests", after, 1700.0) == pytest.approx(600.0)
 
 
 @pytest.mark.thorough
@@ -941,8 +1013,9 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     (tools / "compute-sanitizer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     arguments = "--device cpu --budget-s 900 --workers 1 --sanitize cpu --steps".split()
-    arguments += "peers smoke tests memcheck trees bench".split()
+    arguments += "peers smoke tests memcheck trees attention bench".split()
     arguments += ["--trees", "--nodes 9 --batch 2 --vocab 300 --seconds 0"]
+    arguments += ["--attention", "--quick --first 1 --budget 0"]
     arguments += ["--out", str(out)]
     arguments += ["--tests", "python_tests/backends/test_gpu.py -k 'present or test_uniforms'"]
     bench = "--quick --vocab 300 --batch 1 --gamma 2 --cell-s 0 --seed 3 --drafter dense"
@@ -965,6 +1038,7 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     )
     text = path.with_suffix(".md").read_text()
     assert steps["trees"]["note"] == "2 measured" and "## Trees" in text
+    assert steps["attention"]["note"] == "1 measured" and "## Attention" in text
     assert "### Targets" in text and "### Timings" in text and "times faster than eager" in text
     assert "verifications and the other operators agree" in path.with_suffix(".log").read_text()
     assert sorted(p.suffix for p in out.iterdir()) == [".json", ".log", ".md"]

@@ -377,6 +377,10 @@ class _Builder:
         self.sources: list[int] = []
         self.targets: list[int] = []
 
+    def refusal(self) -> NotImplementedError:
+        """Say that a kernel has an instruction which no kernel had so far."""
+        return NotImplementedError(f"the model does not know {self.instruction}")
+
     def build(self) -> Operation:
         name = self.parts[0]
         predicate = None
@@ -396,7 +400,7 @@ class _Builder:
         elif name in _UNARY:
             self._unary(operation, _UNARY[name])
         else:
-            raise NotImplementedError(f"the model does not know {self.instruction}")
+            raise self.refusal()
         if self.sources:
             operation.sources = np.array(sorted(set(self.sources)))[:, None]
         operation.targets = tuple(self.targets)
@@ -480,7 +484,7 @@ class _Builder:
 
     def _fma(self, operation: Operation) -> None:
         if self.type not in ("f32", "f64"):
-            raise NotImplementedError(f"the model does not know {self.instruction}")
+            raise self.refusal()
         self._compute(operation, _fused, *map(self.value, self.operands[1:4]))
 
     def _div(self, operation: Operation) -> None:
@@ -557,7 +561,7 @@ class _Builder:
 
     def _bfind(self, operation: Operation) -> None:
         if self.type[0] == "s":
-            raise NotImplementedError(f"the model does not know {self.instruction}")
+            raise self.refusal()
         shift = "shiftamt" in self.parts
 
         def function(a: Array) -> Array:
@@ -621,7 +625,7 @@ class _Builder:
             as_float = float_of_f16 if kind == "f16" else float_of_bf16
             function: Any = lambda a: as_float(a).astype(dtype)  # noqa: E731
         elif to in ("f16", "bf16"):
-            raise NotImplementedError(f"the model does not know {self.instruction}")
+            raise self.refusal()
         elif kind[0] == "f" and dtype.kind != "f":
             function = lambda a: _saturated((rounding or np.trunc)(a), dtype)  # noqa: E731
         elif rounding is not None:
@@ -714,7 +718,7 @@ class _Builder:
 
             operation.execute = execute
         elif "sync" not in self.parts:
-            raise NotImplementedError(f"the model does not know {self.instruction}")
+            raise self.refusal()
 
     _barrier = _bar
 
@@ -744,7 +748,7 @@ class _Builder:
             return (brought.all if mode == "all" else brought.any)(axis=1, keepdims=True)
 
         if mode not in ("all", "any", "ballot"):
-            raise NotImplementedError(f"the model does not know {self.instruction}")
+            raise self.refusal()
         self._collective(operation, self.operands[2], function, self.operands[0])
 
     def _redux(self, operation: Operation) -> None:
@@ -900,7 +904,7 @@ class _Builder:
 
     def _cp(self, operation: Operation) -> None:
         if self.parts[1] != "async" or "bulk" in self.parts or "mbarrier" in self.parts:
-            raise NotImplementedError(f"the model does not know {self.instruction}")
+            raise self.refusal()
         if "commit_group" in self.parts:
             self._commit(operation)
         elif "wait_group" in self.parts or "wait_all" in self.parts:
@@ -937,7 +941,7 @@ class _Builder:
 
     def _copy(self, operation: Operation) -> None:
         if len(self.operands) > 3 and self.operands[3] != self.operands[2]:  # a part of zeros
-            raise NotImplementedError(f"the model does not know {self.instruction}")
+            raise self.refusal()
         operation.kind = Kind.MEMORY
         to, source = (self._address(x) for x in self.operands[:2])
         size = int(self.operands[2], 0)
