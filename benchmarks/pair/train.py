@@ -33,7 +33,8 @@ from pair.measurement import (  # noqa: E402
 )
 from pair.training import train_draft, train_target  # noqa: E402
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--work-dir", type=Path, default=REPOSITORY / "build/train_pair", help="checkpoints")
-    add("--output-dir", type=Path, default=REPOSITORY / "specdec_ext/assets/stdlib-pair")
+    add("--output-dir", type=Path, default=HERE / "package/specdec_ext_pair/stdlib-pair")
     add("--evaluate-only", action="store_true", help="measure the exported pair, rewrite its card")
     add("--plain-alpha", action="store_true", help="measure alpha without the built operators")
     add("--stop-after", choices=("data", "target"), help="leave out what follows")
