@@ -1,5 +1,5 @@
 # make demo | test | test-all | bench | lint | sanitize | cuda-gate | test-floor | triton-floor | torch-floor |
-# test-vllm | bench-vllm | clean: each sets up all that it needs.
+# wheels | test-wheels | test-hub | test-vllm | bench-vllm | clean: each sets up all that it needs.
 #
 # Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
 # CI=true always a fresh .venv, so that nothing installed by hand hides a missing step.
@@ -32,7 +32,7 @@ endif
 NATIVE := $(READY)-native
 
 .PHONY: demo test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor \
-  test-vllm bench-vllm clean FORCE
+  wheels test-wheels test-hub test-vllm bench-vllm clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
@@ -48,7 +48,7 @@ endif
 
 $(READY): pyproject.toml setup.py
 	$(PY) -m pip install --quiet $(if $(ACTIVE),,$(TORCH)) $(BUILD_TOOLS)
-	$(PY) -m pip install --quiet --no-build-isolation -e '.[hf,bench,dev]'
+	$(PY) -m pip install --quiet --no-build-isolation -e '.[hf,triton,bench,dev]'
 	@mkdir -p $(@D) && touch $@
 
 SOURCES := $(foreach type,cpp h cu cuh,$(wildcard csrc/*.$(type) csrc/*/*.$(type)))
@@ -98,13 +98,18 @@ TRITON_FLOOR := 3.6.0
 TRANSFORMERS := build/transformers-$(TRANSFORMERS_FLOOR)
 TRITON := build/triton-$(TRITON_FLOOR)
 
-# An environment with that transformers and what it asks for; beneath it, the one of all the rest.
-$(TRANSFORMERS)/ready: $(READY)
+# An environment of a target's own; beneath it, the one of all the rest.
+define beneath
 	rm -rf $(@D)
 	$(PY) -m venv $(@D)
 	beneath=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	own=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	echo "import site; site.addsitedir('$$beneath')" > "$$own/beneath.pth"
+endef
+
+# With that transformers and what it asks for.
+$(TRANSFORMERS)/ready: $(READY)
+	$(beneath)
 	$(@D)/bin/python -m pip install --quiet transformers==$(TRANSFORMERS_FLOOR)
 	@touch $@
 
@@ -126,6 +131,53 @@ triton-floor: $(NATIVE) $(TRITON)/ready
 
 torch-floor: $(READY)
 	$(PY) setup.py --quiet torch_floor
+
+# ---- what is installed ---------------------------------------------------------------------------
+
+# Interpreters that get wheels beside $(PY): names on the PATH or paths, separated by commas.
+PYTHONS ?=
+RELEASE := build/release
+ANYWHERE := $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
+
+# Built in the unpacked sdist: what that lacks is missed here.
+wheels: $(READY)
+	rm -rf dist $(RELEASE) && mkdir -p $(RELEASE)
+	$(PY) setup.py --quiet sdist
+	tar -xzf dist/specdec_ext-*.tar.gz -C $(RELEASE) --strip-components=1
+	cd $(RELEASE) && $(ANYWHERE) setup.py --quiet wheels --pythons=$(PYTHONS) --dist-dir=$(CURDIR)/dist
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist benchmarks/pair/package
+
+# One wheel under two torches, each in an environment that has nothing else. The older one brings CUDA
+# (5 GB): TORCH_FLOOR_ENV=DIR is an environment that was made so before.
+TORCH_FLOOR := torch==$(shell sed -n 's/^TORCH_FLOOR = "\(.*\)"/\1/p' setup.py)
+TORCH_FLOOR_ENV ?= build/env-$(TORCH_FLOOR)
+TORCH_ENV ?= build/env-$(TORCH)
+
+$(TORCH_FLOOR_ENV)/ready $(TORCH_ENV)/ready: $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(if $(findstring $(TORCH_ENV),$(@D)),$(TORCH),$(TORCH_FLOOR))
+	@touch $@
+
+test-wheels: wheels $(TORCH_FLOOR_ENV)/ready $(TORCH_ENV)/ready
+	for env in $(TORCH_FLOOR_ENV) $(TORCH_ENV); do \
+	  $$env/bin/python -m pip install --quiet --no-deps --no-index --force-reinstall --find-links dist \
+	    --only-binary :all: specdec_ext && \
+	  $$env/bin/python -I python_tests/helpers/installed.py $(RELEASE) || exit 1; done
+
+# Hugging Face kernels: the layout that it loads, alone and beside a copy that was imported before.
+KERNELS := 0.17.2
+HUB_ENV := build/kernels-$(KERNELS)
+
+$(HUB_ENV)/ready: $(READY)
+	$(beneath)
+	$(@D)/bin/python -m pip install --quiet kernels==$(KERNELS)
+	@touch $@
+
+test-hub: $(NATIVE) $(HUB_ENV)/ready
+	rm -rf build/hub
+	$(PY) setup.py --quiet hub
+	for where in alone beside; do \
+	  OMP_NUM_THREADS=1 $(HUB_ENV)/bin/python python_tests/helpers/hub.py build/hub $$where || exit 1; done
 
 # ---- inside vLLM ---------------------------------------------------------------------------------
 
@@ -158,4 +210,5 @@ bench-vllm: $(IN_VLLM_READY)
 clean:
 	rm -rf build/cmake-* build/cuda-gate build/sanitize build/ready-* build/lib* build/bdist*
 	rm -rf build/transformers-* build/triton-* build/torch-* build/vllm-* .venv/ready*
+	rm -rf build/release build/wheels build/env-* build/hub build/kernels-* dist
 	rm -f specdec_ext/*.so

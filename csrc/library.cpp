@@ -22,7 +22,9 @@ namespace {
   ", Tensor? uniforms=None, Tensor? seeds=None, Tensor? positions=None, int stream=0"
 
 // RowArguments: between these two comes the argument that says which of the draft's rows are read.
-#define ROWS ", Tensor? draft_logits=None, *, Tensor? draft_probs=None, Tensor? target_rows=None"
+#define ROWS                                                                                 \
+  ", Tensor? draft_logits=None, *, Tensor? draft_probs=None, Tensor? draft_probs_ids=None, " \
+  "Tensor? target_rows=None"
 #define MASK_AND_MAP ", Tensor? allowed_mask=None, Tensor? draft_token_ids=None"
 
 namespace schemas {
@@ -39,14 +41,25 @@ constexpr char sample[] =
     "int draft_index=0, int domain=2, int stream=0" SAMPLING
     ") -> (Tensor tokens, Tensor logprobs)";
 
+#define VERIFY_ARGUMENTS                                                                      \
+  "Tensor target_logits, Tensor draft_tokens" ROWS ", Tensor? draft_rows=None" MASK_AND_MAP   \
+  ", Tensor? draft_kinds=None, Tensor? draft_lengths=None" RANDOMNESS SAMPLING DRAFT_SAMPLING \
+  ", str rule=\"block\", float lenience=1.0, int beta=3, float tau=1.0, float epsilon=0.09, " \
+  "float delta=0.3, bool full_accept_probs=False, bool raw_logprobs=False"
+#define VERIFY_OUTPUTS \
+  "(Tensor tokens, Tensor num_accepted, Tensor logprobs, Tensor accept_probs, Tensor status)"
+
 // Chain verification: draft tokens and raw logits in, tokens to emit out.
-constexpr char verify[] =
-    "(Tensor target_logits, Tensor draft_tokens" ROWS ", Tensor? draft_rows=None" MASK_AND_MAP
-    ", Tensor? draft_kinds=None, Tensor? draft_lengths=None" RANDOMNESS SAMPLING DRAFT_SAMPLING
-    ", str rule=\"block\", float lenience=1.0, int beta=3, float tau=1.0, float epsilon=0.09, "
-    "float delta=0.3, bool full_accept_probs=False, bool raw_logprobs=False"
-    ") -> (Tensor tokens, Tensor num_accepted, Tensor logprobs, Tensor accept_probs, "
-    "Tensor status)";
+constexpr char verify[] = "(" VERIFY_ARGUMENTS ") -> " VERIFY_OUTPUTS;
+
+// The same on one of several ranks that hold parts of the vocabulary (specdec_ext/distributed.py).
+constexpr char verify_sharded[] =
+    "_verify_sharded(" VERIFY_ARGUMENTS
+    ", Tensor? target_tail=None, Tensor? draft_tail=None, Tensor bounds, int rank, "
+    "int draft_vocab, int exchange) -> " VERIFY_OUTPUTS;
+
+// What ranks exchange: bytes are gathered, int64 summed. Its implementation is Python's.
+constexpr char exchange[] = "_exchange(Tensor mine, int exchange) -> Tensor";
 
 // Tree verification: the same for a tree of draft tokens, given by the parents of its nodes.
 constexpr char verify_tree[] =
@@ -96,4 +109,6 @@ SPECDEC_LIBRARY(SPECDEC_NAMESPACE, m) {
 #define SPECDEC_DEFINE(name, Name) define(m, #name, schemas::name);
   SPECDEC_OPERATORS(SPECDEC_DEFINE)
 #undef SPECDEC_DEFINE
+  m.def(schemas::verify_sharded);
+  m.def(schemas::exchange);
 }

@@ -8,7 +8,6 @@ of three shapes, and each compiles once.
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import specdec_ext
-
-PAIR = Path(specdec_ext.__file__).parent / "assets" / "stdlib-pair"
+from specdec_ext.commands.pair import find_pair
 
 
 class StaticLlama(nn.Module):
@@ -101,10 +99,10 @@ def complete(
 
 
 def main():
-    """Complete a text: TEXT [TARGET DRAFT], two Llamas, by default those shipped here."""
+    """Complete a text: TEXT [TARGET DRAFT], two Llamas, by default those of specdec-ext-pair."""
     text, *folders = sys.argv[1:] or ["import os\nimport sys\n\n\nclass Reader:\n"]
-    target, draft = folders or (PAIR / "target", PAIR / "draft")
-    tokenizer = AutoTokenizer.from_pretrained(target if folders else PAIR / "tokenizer")
+    target, draft = folders or (find_pair() / "target", find_pair() / "draft")
+    tokenizer = AutoTokenizer.from_pretrained(target if folders else find_pair() / "tokenizer")
     models = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (target, draft)

@@ -7,14 +7,12 @@ The whole algorithm is `complete`. It runs both models on everything, every time
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec_ext
-
-PAIR = Path(specdec_ext.__file__).parent / "assets" / "stdlib-pair"
+from specdec_ext.commands.pair import find_pair
 
 
 @torch.inference_mode()
@@ -45,10 +43,10 @@ def complete(target, draft, tokens, new_tokens, *, gamma=4, temperature=0.8, see
 
 
 def main():
-    """Complete a text: TEXT [TARGET DRAFT], by default with the pair shipped here."""
+    """Complete a text: TEXT [TARGET DRAFT], by default with the pair of specdec-ext-pair."""
     text, *folders = sys.argv[1:] or ["import os\nimport sys\n\n\nclass Reader:\n"]
-    target, draft = folders or (PAIR / "target", PAIR / "draft")
-    tokenizer = AutoTokenizer.from_pretrained(target if folders else PAIR / "tokenizer")
+    target, draft = folders or (find_pair() / "target", find_pair() / "draft")
+    tokenizer = AutoTokenizer.from_pretrained(target if folders else find_pair() / "tokenizer")
     models = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (target, draft)

@@ -4,21 +4,21 @@ python examples/inside_transformers.py "def main():"
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 import specdec_ext
-
-PAIR = Path(specdec_ext.__file__).parent / "assets" / "stdlib-pair"
+from specdec_ext.commands.pair import find_pair
 
 
 def main():
-    """Complete a text: TEXT [TARGET DRAFT], by default with the pair shipped here."""
+    """Complete a text: TEXT [TARGET DRAFT], by default with the pair of specdec-ext-pair."""
     text, *folders = sys.argv[1:] or ["import os\nimport sys\n\n\nclass Reader:\n"]
-    target_folder, draft_folder = folders or (PAIR / "target", PAIR / "draft")
-    tokenizer = AutoTokenizer.from_pretrained(target_folder if folders else PAIR / "tokenizer")
+    target_folder, draft_folder = folders or (find_pair() / "target", find_pair() / "draft")
+    tokenizer = AutoTokenizer.from_pretrained(
+        target_folder if folders else find_pair() / "tokenizer"
+    )
     target, draft = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (target_folder, draft_folder)

@@ -6,7 +6,7 @@ import argparse
 import sys
 import traceback
 
-from specdec_ext.commands import check, demo, info, plot, simulate
+from .commands import check, demo, info, plot, simulate
 
 COMMANDS = {
     "demo": (demo, "generate with and without speculation, and compare"),

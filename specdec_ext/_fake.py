@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._ops import NAMESPACE, add_op_namespace_prefix, ops
+
 __all__: list[str] = []
 
 
@@ -82,7 +84,7 @@ def _tree_attention(q: Tensor, v_cache: Tensor, **_: Any) -> tuple[Tensor, ...]:
 
 def _by_name(name: str, shapes: Callable[..., Any]) -> Callable[..., Any]:
     """Make the fake of an operator: positional arguments get the names of its schema."""
-    names = [a.name for a in getattr(torch.ops.specdec, name).default._schema.arguments]
+    names = [a.name for a in getattr(ops, name).default._schema.arguments]
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         return shapes(**dict(zip(names, args, strict=False)), **kwargs)
@@ -104,9 +106,9 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 FAKES = {name: _by_name(name, shapes) for name, shapes in _SHAPES.items()}
 
 _library: Any = torch.library  # its functions are not annotated
-_fragment = _library.Library("specdec", "FRAGMENT")  # kept: registrations go away with the object
+_fragment = _library.Library(NAMESPACE, "FRAGMENT")  # kept: registrations go away with the object
 for _name, _fake in FAKES.items():
-    _library.register_fake(f"specdec::{_name}", _fake)
+    _library.register_fake(add_op_namespace_prefix(_name), _fake)
     for _operator in (_name, f"_prepare_{_name}"):
         _fragment.impl(_operator, _library.fallthrough_kernel, "Autograd")
 
@@ -126,4 +128,4 @@ def count_mutation(library: Any, operator: Any) -> None:
 
 _autograd: Any = torch.autograd.graph
 _after_counting: Any = torch._C._after_ADInplaceOrView_keyset
-count_mutation(_fragment, torch.ops.specdec.compact_kv.default)
+count_mutation(_fragment, ops.compact_kv.default)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._ops import NAMESPACE, ops
 from .contract import TreeAttentionResult
 
 __all__ = ["merge_attention", "register", "tree_attention"]
@@ -294,7 +295,7 @@ def tree_attention(
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute `specdec_ext.tree_attention` for CPU tensors."""
-    outputs: tuple[Tensor, Tensor] = torch.ops.specdec._prepare_tree_attention(
+    outputs: tuple[Tensor, Tensor] = ops._prepare_tree_attention(
         *(q, k_cache, v_cache, ancestors, seq_lens),
         **dict(block_table=block_table, k_scale=k_scale, v_scale=v_scale),
         **dict(scale=scale, soft_cap=soft_cap, window=window),
@@ -327,7 +328,7 @@ _kept: list[Any] = []  # registrations go away with their library
 
 
 def register() -> None:
-    """Make it ``torch.ops.specdec.tree_attention`` of CPU tensors."""
-    fragment = _library.Library("specdec", "FRAGMENT")
+    """Make it the operator `tree_attention` of CPU tensors."""
+    fragment = _library.Library(NAMESPACE, "FRAGMENT")
     _kept.append(fragment)
     fragment.impl("tree_attention", tree_attention, "CPU")

@@ -6,7 +6,6 @@ choice never falls back: it runs there, or raises and says why not.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import warnings
 from collections.abc import Callable
@@ -18,19 +17,14 @@ from typing import Any
 import torch
 
 from . import triton
+from ._ops import c_string, ops
 
-_CPU_LIBRARY = Path(__file__).with_name("_C.so")
 _CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.so")
 _cuda_load_error: str | None = None
 
 
 def load_libraries() -> None:
-    """Load the operator libraries into torch: the CUDA one only where torch has CUDA."""
-    if not _CPU_LIBRARY.exists():
-        raise ImportError(
-            f"{_CPU_LIBRARY} is missing: build it with `pip install --no-build-isolation -e .`"
-        )
-    torch.ops.load_library(_CPU_LIBRARY)
+    """Load what importing `_ops` has not: the CUDA library, only where torch has CUDA."""
     cpu_capability()
     if torch.version.cuda is not None and _CUDA_LIBRARY.exists():
         _load_cuda_library()
@@ -46,16 +40,9 @@ def _load_cuda_library() -> None:
         warnings.warn(f"specdec_ext runs without CUDA kernels: {_cuda_load_error}", stacklevel=4)
 
 
-def _c_string(symbol: str) -> str | None:
-    function = getattr(ctypes.CDLL(str(_CPU_LIBRARY)), symbol)
-    function.restype = ctypes.c_char_p
-    value: bytes | None = function()
-    return None if value is None else value.decode()
-
-
 def cpu_variants() -> list[str]:
     """List the instruction sets that the CPU kernels were compiled for, best first."""
-    return (_c_string("specdec_cpu_variants") or "").split(",")
+    return (c_string("specdec_cpu_variants") or "").split(",")
 
 
 def cpu_capability() -> str:
@@ -69,7 +56,7 @@ def cpu_capability() -> str:
     RuntimeError
         ``SPECDEC_CPU_CAPABILITY`` names what was not compiled or what this processor lacks.
     """
-    chosen = _c_string("specdec_cpu_capability")
+    chosen = c_string("specdec_cpu_capability")
     if chosen is None:
         raise RuntimeError(
             f"SPECDEC_CPU_CAPABILITY must be one of {', '.join(cpu_variants())}, and one that this "
@@ -110,18 +97,16 @@ class _Backend:
 
 
 _BACKENDS = {
-    "cpu": _Backend(
-        lambda: None, lambda: torch.ops.specdec, lambda device: device.type == "cpu", "CPU tensors"
-    ),
+    "cpu": _Backend(lambda: None, lambda: ops, lambda device: device.type == "cpu", "CPU tensors"),
     "cuda": _Backend(
         _cuda_absence,
-        lambda: torch.ops.specdec,
+        lambda: ops,
         lambda device: device.type == "cuda",
         "CUDA tensors",
     ),
     "triton": _Backend(
         triton.absence,
-        lambda: torch.ops.specdec_triton,
+        triton.operators,
         lambda device: device.type != "cpu" or triton.is_interpreted(),
         "GPU tensors",
     ),
@@ -154,7 +139,7 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     Returns
     -------
     namespace
-        ``torch.ops.specdec``, ``torch.ops.specdec_triton`` or `specdec_ext.reference`.
+        `specdec_ext._ops.ops`, Triton's operators or `specdec_ext.reference`.
 
     Raises
     ------
@@ -163,7 +148,7 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
         device.
     """
     if backend == "auto":
-        return torch.ops.specdec
+        return ops
     if backend not in _BACKENDS:
         names = ", ".join(_BACKENDS)
         raise ValueError(f"{op}: backend must be one of auto, {names}, got {backend!r}")

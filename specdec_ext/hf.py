@@ -33,11 +33,11 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.utils.generic import ModelOutput
 
-from specdec_ext import ops
-from specdec_ext.contract import rule_names
-from specdec_ext.decoding import Burst, GammaPolicy, Statistics, generate
-from specdec_ext.decoding.processors import ByRequest
-from specdec_ext.decoding.trees import GrownTree, StaticTree
+from . import ops
+from .contract import rule_names
+from .decoding import Burst, GammaPolicy, Statistics, generate
+from .decoding.processors import ByRequest
+from .decoding.trees import GrownTree, StaticTree
 
 __all__ = ["SpeculativeOutput", "assisted_generation", "generate_fn"]
 
@@ -181,7 +181,7 @@ def _encoded(
     model: Any, draft: Any, inputs: Tensor | None, input_ids: Tensor, model_kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Give both models what was encoded; a draft that is no encoder-decoder stays as it is."""
-    from specdec_ext.decoding.encoder_decoder import encoded
+    from .decoding.encoder_decoder import encoded
 
     mask = model_kwargs.get("attention_mask")
     target = encoded(model, encoder_outputs=model_kwargs["encoder_outputs"], attention_mask=mask)

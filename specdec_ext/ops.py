@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from . import _ops
 from ._fake import FAKES
 from .attention import wrong_pages
 from .backend import resolve
@@ -98,7 +99,7 @@ _WANTED: dict[str, tuple[str, tuple[type, ...]]] = {
 
 
 def _schema_types(op: str) -> dict[str, str]:
-    arguments = getattr(torch.ops.specdec, op).default._schema.arguments
+    arguments = getattr(_ops.ops, op).default._schema.arguments
     return {argument.name: str(argument.type) for argument in arguments}
 
 
@@ -417,6 +418,7 @@ def verify(
     draft_logits: Tensor | None = None,
     *,
     draft_probs: Tensor | None = None,
+    draft_probs_ids: Tensor | None = None,
     target_rows: Tensor | None = None,
     draft_rows: Tensor | None = None,
     allowed_mask: Tensor | None = None,
@@ -493,6 +495,14 @@ def verify(
     draft_probs : Tensor, optional
         Same shapes, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
         Neither: a deterministic drafter.
+    draft_probs_ids : Tensor, optional
+        ``[B, G, K]`` int32 or int64, unit stride on K, 1 <= K <= 1024; ``[R, K]`` with draft_rows.
+        draft_probs, of that shape, then holds lists: q of target token ``draft_probs_ids[b, i, k]``
+        is in proportion to ``draft_probs[b, i, k]``, and q of all others is 0. In any order; -1 is
+        no entry, whatever stands beside it. Results are, to the bit, those of draft_probs ``[B, G,
+        V]`` in float32 with the lists scattered into zeros; no such row is made. The law must be
+        the one that tokens were drawn from: that of the list alone, if it is the head of a longer
+        law.
     target_rows : Tensor, optional
         ``[B, G+1]`` int32 or int64: target_logits is then packed, ``[R, V]``.
     draft_rows : Tensor, optional
@@ -561,8 +571,9 @@ def verify(
         the largest i with u_i < h_i.
         ``status`` [B] int32: ``STATUS_`` bits; nothing that depends on values raises. 1: the row
         that decided has no law, nothing allowed included. 2: a draft token out of range. 4: a draft
-        row without a law, or q = 0 at a sampled token, not allowed or without an entry included. 8:
-        a parameter out of range, or, in rules that read a draft law, draft_token_ids with an id
+        row without a law, or q = 0 at a sampled token, not allowed or without an entry included; a
+        list of draft_probs_ids with an id outside [-1, V) or a repeated one has no law. 8: a
+        parameter out of range, or, in rules that read a draft law, draft_token_ids with an id
         outside [0, V) or a repeated one (then no draft row has a law).
 
     Raises
@@ -572,8 +583,9 @@ def verify(
     ValueError
         A wrong dtype, shape or stride; an unknown rule; a number out of range; draft_logits
         together with draft_probs; draft filters without draft_logits; draft_rows or draft_token_ids
-        without a draft law; Vd > V with draft_token_ids; uniforms together with seeds or a
-        generator, or with "coupled"; seeds without positions.
+        without a draft law; draft_probs_ids without draft_probs or with draft_token_ids; K > 1024;
+        Vd > V with draft_token_ids; uniforms together with seeds or a generator, or with "coupled";
+        seeds without positions.
 
     See Also
     --------
@@ -610,6 +622,13 @@ def verify(
     >>> result.tokens, result.accept_probs
     (tensor([[ 0, -1]]), tensor([[0.7000]]))
 
+    The same law as a list of tokens and their probabilities:
+
+    >>> draft = dict(draft_probs=torch.ones(1, 1, 1), draft_probs_ids=torch.tensor([[[1]]]))
+    >>> result = specdec_ext.verify(target_logits, torch.tensor([[1]]), **draft, uniforms=u)
+    >>> result.tokens, result.accept_probs
+    (tensor([[ 0, -1]]), tensor([[0.7000]]))
+
     Coupled: what the target draws from these seeds, whatever is proposed.
 
     >>> noise = dict(seeds=torch.tensor([3]), positions=torch.tensor([0]))
@@ -623,7 +642,8 @@ def verify(
     """
     arguments = {
         **dict(target_logits=target_logits, draft_tokens=draft_tokens, draft_logits=draft_logits),
-        **dict(draft_probs=draft_probs, target_rows=target_rows, draft_rows=draft_rows),
+        **dict(draft_probs=draft_probs, draft_probs_ids=draft_probs_ids),
+        **dict(target_rows=target_rows, draft_rows=draft_rows),
         **dict(allowed_mask=allowed_mask, draft_token_ids=draft_token_ids),
         **dict(draft_kinds=draft_kinds, draft_lengths=draft_lengths),
         **dict(uniforms=uniforms, seeds=seeds, positions=positions, stream=stream),
@@ -643,6 +663,7 @@ def verify_tree(
     draft_logits: Tensor | None = None,
     *,
     draft_probs: Tensor | None = None,
+    draft_probs_ids: Tensor | None = None,
     target_rows: Tensor | None = None,
     children_rows: Tensor | None = None,
     allowed_mask: Tensor | None = None,
@@ -708,6 +729,8 @@ def verify_tree(
         ``[B, R, Vd]`` raw logits: the rows that children were drawn from. Vd may differ from V.
     draft_probs : Tensor, optional
         Same shape, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
+    draft_probs_ids : Tensor, optional
+        ``[B, R, K]`` as in `verify`: draft_probs then holds lists of K tokens.
     target_rows : Tensor, optional
         ``[B, N]`` int32 or int64: target_logits is then packed, ``[R, V]``.
     children_rows : Tensor, optional
@@ -770,8 +793,8 @@ def verify_tree(
     ValueError
         A wrong dtype, shape or stride; N = 0 or above 1024; an unknown rule; draft_logits together
         with draft_probs; draft filters without draft_logits; children_rows or draft_token_ids
-        without a draft law; uniforms together with seeds or a generator, or with "coupled"; seeds
-        without positions.
+        without a draft law; draft_probs_ids without draft_probs or with draft_token_ids; K > 1024;
+        uniforms together with seeds or a generator, or with "coupled"; seeds without positions.
 
     See Also
     --------
@@ -804,6 +827,7 @@ def verify_tree(
     arguments = {
         **dict(target_logits=target_logits, tokens=tokens, parents=parents),
         **dict(draft_logits=draft_logits, draft_probs=draft_probs),
+        **dict(draft_probs_ids=draft_probs_ids),
         **dict(target_rows=target_rows, children_rows=children_rows),
         **dict(allowed_mask=allowed_mask, draft_token_ids=draft_token_ids, kinds=kinds),
         **dict(uniforms=uniforms, seeds=seeds, positions=positions, stream=stream),

@@ -1,6 +1,6 @@
 """The tools for trees of `specdec_ext.testing`, under the name that they first had."""
 
-from specdec_ext.testing import (
+from .testing import (
     NodeAcceptance,
     TreeCase,
     assert_trees_match,

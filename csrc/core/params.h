@@ -63,6 +63,22 @@ struct TokenMap {
   const int32_t* broken = nullptr;   // not 0: an id out of range, or a repeated one
 };
 
+// Entries of a row of TokenLists.
+constexpr int64_t kMaxListed = 1024;
+
+// Draft laws that name a few tokens each: the draft's rows are then [.., width] probabilities, and
+// the ids say of which tokens; ids.data == nullptr: the rows hold a whole vocabulary. The arrays
+// are scratch memory that a backend fills before anything reads the draft's rows.
+struct TokenLists {
+  IdArray ids;                      // as the caller gave them; where the draft's rows are packed,
+                                    // stride[0] is that of a row
+  int64_t width = 0;                // K
+  int64_t rows = 0;                 // of a request
+  const int32_t* tokens = nullptr;  // [B * rows, width], ascending
+  const float* probs = nullptr;     // [B * rows, width]
+  const int32_t* counts = nullptr;  // [B * rows] tokens that are listed; 0: no legal list
+};
+
 // The sampling parameters of a request, each [B] or absent: FLOATS(name) for float32, IDS(name) for
 // int32 or int64. Schemas, arguments and their checks are made from this list.
 #define SPECDEC_SAMPLING(FLOATS, IDS) FLOATS(temperature) IDS(top_k) FLOATS(top_p) FLOATS(min_p)
@@ -141,7 +157,8 @@ struct VerifyParams {
   RowBatch target;  // [B, G+1, V]
   RowBatch draft;   // [B, G, Vd] logits or probabilities; data == nullptr: none
   bool draft_is_probs = false;
-  TokenMask mask;  // [B, G+1]
+  TokenLists lists;  // with them the draft's vocabulary is the target's
+  TokenMask mask;    // [B, G+1]
   TokenMap map;
   IdArray draft_tokens;       // [B, G]
   IdArray draft_lengths;      // [B] or absent
@@ -160,6 +177,18 @@ struct VerifyParams {
   int32_t* status = nullptr;        // [B]
 };
 
+// Verification over a vocabulary that several ranks hold parts of: its target and draft rows begin
+// where entry 0 would lie.
+struct VerifyShardedParams {
+  VerifyParams verify;
+  int64_t rank = 0;
+  int64_t count = 1;
+  const int64_t* bounds = nullptr;  // [count + 1]
+  RowBatch target_tail;             // rows as long as that tile; data == nullptr: none
+  RowBatch draft_tail;
+  int64_t exchange = 0;  // names the exchange that Python keeps
+};
+
 struct VerifyTreeParams {
   int64_t batch = 0;
   int64_t nodes = 0;
@@ -167,7 +196,8 @@ struct VerifyTreeParams {
   RowBatch draft;              // [B, R, Vd] logits or probabilities; data == nullptr: none
   int64_t num_draft_rows = 0;  // R
   bool draft_is_probs = false;
-  TokenMask mask;  // [B, N]
+  TokenLists lists;  // as in VerifyParams
+  TokenMask mask;    // [B, N]
   TokenMap map;
   IdArray tokens;         // [B, N]
   IdArray parents;        // [B, N]

@@ -16,8 +16,21 @@
 #define SPECDEC_HD inline
 #endif
 
+// Whether there is code for draft laws that are lists of tokens (TokenLists). The CUDA kernels for
+// them are compiled apart, from cuda/verify_lists.cu and cuda/verify_tree_lists.cu, in a namespace
+// of their own: the others have no trace of it.
+#ifndef SPECDEC_LISTS
+#if defined(__CUDACC__) || defined(SPECDEC_ON_FIBRES)
+#define SPECDEC_LISTS 0
+#else
+#define SPECDEC_LISTS 1
+#endif
+#endif
+
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
+
+constexpr bool kLists = SPECDEC_LISTS != 0;
 
 // Lowers a number to `value` if it is above; returns what it was. Threads of a GPU may share it.
 SPECDEC_HD int32_t lower(int32_t* number, int32_t value) {

@@ -72,6 +72,9 @@ SPECDEC_HD Row target_row(const VerifyParams& p, int64_t b, int64_t i) {
 
 SPECDEC_HD Row draft_row(const VerifyParams& p, int64_t b, int64_t i) {
   if (p.draft.data == nullptr) return Row{};
+  if (kLists && p.lists.ids.data != nullptr) {
+    return masked(listed_row(p.lists, b * p.gamma + i, p.draft.vocab), p.mask, b, i);
+  }
   return mapped(masked(row_at(p.draft, b, i, p.draft_is_probs), p.mask, b, i), p.map);
 }
 

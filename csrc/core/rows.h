@@ -19,6 +19,17 @@ namespace specdec {
 constexpr int64_t kTile = SPECDEC_TILE;
 constexpr int kGroup = 128;  // entries that share one maximum
 
+// One row of a vocabulary that several ranks hold: where its entries lie on this one
+// (csrc/cpu/ranks.h).
+struct HeldRow {
+  const void* data = nullptr;  // where entry 0 would lie; only this rank's part may be read
+  const void* tail = nullptr;  // the same of the tile that goes on in the next rank's part
+  int64_t tail_tile = -1;
+  Element element = Element::kFloat32;
+  int64_t token = 0;  // the one token whose value all ranks know
+  float value = 0.0f;
+};
+
 // One row of logits or probabilities; data == nullptr: no such row.
 //
 // What a mask hides is in the row as an entry of weight 0. Entries stand for tokens: entry i for
@@ -27,12 +38,18 @@ struct Row {
   const void* data = nullptr;
   Element element = Element::kFloat32;
   bool linear = false;    // probabilities: an entry of weight 0 is 0, not -inf
-  bool by_token = false;  // in the order of the tokens, through `entries`
+  bool by_token = false;  // in the order of the tokens, through `entries` or a list
+  int32_t listed = 0;     // how many tokens a list names, in `tokens`; 0: no list
   int64_t vocab = 0;
   int64_t num_tokens = 0;             // tokens that `allowed` and `entries` know
   const uint32_t* allowed = nullptr;  // bits of a mask; nullptr: no mask
-  const int32_t* tokens = nullptr;    // reduced vocabulary, see TokenMap
+  const int32_t* tokens = nullptr;    // reduced vocabulary, see TokenMap; or TokenLists
   const int32_t* entries = nullptr;
+#ifndef __CUDACC__  // the CPU's alone: CUDA kernels have no registers to spare for it
+  // Several ranks hold the row: tiles lie there, and `data` is where entry 0 would lie if the value
+  // that all ranks know were a whole row.
+  const HeldRow* held = nullptr;
+#endif
 };
 
 // A row and its law.
@@ -109,7 +126,26 @@ SPECDEC_HD bool is_allowed(const Row& row, int64_t token) {
                                     (row.allowed[token >> 5] >> (token & 31) & 1u) != 0);
 }
 
-// Where entry i lies in memory, or -1 where it is hidden or missing.
+// Where the first token of a list lies that is not below `token`; `listed` if there is none.
+SPECDEC_HD int32_t first_listed(const Row& row, int64_t token) {
+  int32_t first = 0;
+  for (int32_t left = row.listed; left > 0;) {
+    const int32_t half = left / 2;
+    const bool below = row.tokens[first + half] < token;
+    first = below ? first + half + 1 : first;
+    left = below ? left - half - 1 : half;
+  }
+  return first;
+}
+
+// The probability of a token in a list: 0 where it is hidden or not there.
+SPECDEC_HD float listed_value(const Row& row, int64_t token) {
+  const int32_t place = first_listed(row, token);
+  const bool there = place < row.listed && row.tokens[place] == token && is_allowed(row, token);
+  return there ? static_cast<const float*>(row.data)[place] : 0.0f;
+}
+
+// Where entry i, of no list, lies in memory, or -1 where it is hidden or missing.
 SPECDEC_HD int64_t place_of_entry(const Row& row, int64_t i) {
   if (!is_allowed(row, token_of_entry(row, i))) return -1;
   return row.by_token ? row.entries[i] : i;
@@ -125,6 +161,7 @@ SPECDEC_HD float stored_value(const Row& row, int64_t place) {
 SPECDEC_HD float nothing(const Row& row) { return row.linear ? 0.0f : -INFINITY; }
 
 SPECDEC_HD float row_value(const Row& row, int64_t i) {
+  if (kLists && row.listed > 0) return listed_value(row, i);
   const int64_t place = place_of_entry(row, i);
   return place < 0 ? nothing(row) : stored_value(row, place);
 }
@@ -160,6 +197,43 @@ SPECDEC_HD Row row_at(const RowBatch& rows, int64_t b, int64_t s, bool linear = 
   const int64_t bytes = rows.element == Element::kFloat32 ? 4 : 2;
   row.data = static_cast<const char*>(rows.data) + offset * bytes;
   return row;
+}
+
+// List s of request b as the caller gave it: probabilities, and `width` ids of stride 1.
+struct GivenList {
+  Row probs;  // no row where a packed index points outside
+  IdArray ids;
+};
+
+SPECDEC_HD GivenList given_list(const RowBatch& rows, const TokenLists& lists, int64_t b,
+                                int64_t s) {
+  GivenList list;
+  list.ids.is_int64 = lists.ids.is_int64;
+  RowBatch plain = rows;
+  if (rows.index.data != nullptr) {
+    b = load_id(rows.index, b, s);
+    s = 0;
+    if (b < 0 || b >= rows.num_rows) return list;
+    plain.index = IdArray{};
+  }
+  list.probs = row_at(plain, b, s, true);
+  const int64_t offset = b * lists.ids.stride[0] + s * lists.ids.stride[1];
+  const int64_t bytes = lists.ids.is_int64 ? 8 : 4;
+  list.ids.data = static_cast<const char*>(lists.ids.data) + offset * bytes;
+  list.ids.stride[1] = 1;
+  return list;
+}
+
+// List `row` of all, once the backend has filled them in, over a vocabulary.
+SPECDEC_HD Row listed_row(const TokenLists& lists, int64_t row, int64_t vocab) {
+  Row found;
+  if (lists.counts[row] == 0) return found;
+  found.data = lists.probs + row * lists.width;
+  found.tokens = lists.tokens + row * lists.width;
+  found.listed = lists.counts[row];
+  found.linear = found.by_token = true;
+  found.vocab = vocab;
+  return found;
 }
 
 // The row under the mask of (b, s).

@@ -110,6 +110,9 @@ SPECDEC_HD Row draft_row(const VerifyTreeParams& p, int64_t b, int64_t v) {
   if (p.draft.data == nullptr) return Row{};
   const int64_t s = p.children_rows.data != nullptr ? load_id(p.children_rows, b, v) : v;
   if (s < 0 || s >= p.num_draft_rows) return Row{};
+  if (kLists && p.lists.ids.data != nullptr) {
+    return masked(listed_row(p.lists, b * p.num_draft_rows + s, p.draft.vocab), p.mask, b, v);
+  }
   return mapped(masked(row_at(p.draft, b, s, p.draft_is_probs), p.mask, b, v), p.map);
 }
 

@@ -6,6 +6,8 @@
 // as uint64.
 #include "draw.h"
 
+#include "ranks.h"
+
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
@@ -15,10 +17,11 @@ template <typename Body>
 auto with_two_entries(const DrawTask& task, int64_t tile, const Body& body) {
   const int64_t groups = tile_groups(task.target.vocab, tile);
   float target[kTile], draft[kTile];
-  if (is_whole_bfloat16(task.target, tile, groups, task.excluded, task.tried) &&
-      is_whole_bfloat16(task.draft, tile, groups, -1, task.no_draft)) {
-    return body(bfloat16_entries(task.target, tile, groups, target),
-                bfloat16_entries(task.draft, tile, groups, draft), groups);
+  const Row target_row = held_tile(task.target, tile), draft_row = held_tile(task.draft, tile);
+  if (is_whole_bfloat16(target_row, tile, groups, task.excluded, task.tried) &&
+      is_whole_bfloat16(draft_row, tile, groups, -1, task.no_draft)) {
+    return body(bfloat16_entries(target_row, tile, groups, target),
+                bfloat16_entries(draft_row, tile, groups, draft), groups);
   }
   const float* p = view_tile(task.target, tile, groups, target, task.excluded, task.tried);
   const float* q = view_tile(task.draft, tile, groups, draft, -1, task.no_draft);
@@ -40,6 +43,16 @@ struct ResidualWeight {
   VecF operator()(VecF x, VecF y) const {
     return positive_part(target_scale * target(x) - draft_scale * draft(y));
   }
+};
+
+// [a p]+, by the instructions of ResidualWeight where the draft's weight is 0.
+struct BareWeight {
+  ExpWeight target;
+  VecF scale;
+  explicit BareWeight(const DrawTask& task)
+      : target(task.target_law),
+        scale(splat(static_cast<float>(task.coefficients.target / task.target_law.z))) {}
+  VecF operator()(VecF x) const { return positive_part(scale * target(x)); }
 };
 
 // A residual without a draft law: a p.
@@ -65,7 +78,8 @@ double tile_residual_mass(const DrawTask& task, int64_t tile) {
 }
 
 double tile_mass(const DrawTask& task, int64_t tile) {
-  if (task.draft.data != nullptr) {
+  const bool bare = is_bare(task.draft, tile);
+  if (task.draft.data != nullptr && !bare) {
     return task.draft_law.linear ? tile_residual_mass<LinearWeight>(task, tile)
                                  : tile_residual_mass<ExpWeight>(task, tile);
   }
@@ -73,6 +87,7 @@ double tile_mass(const DrawTask& task, int64_t tile) {
   const int64_t groups = tile_groups(task.target.vocab, tile);
   const float* p = view_tile(task.target, tile, groups, buffer, task.excluded, task.tried);
   const FloatEntries entries = float_entries(task.target, tile, p, buffer);
+  if (bare) return tile_weight_sum(entries, groups, BareWeight(task));
   return task.target_law.linear  // the draft's law, in the place of the target's
              ? tile_weight_sum(entries, groups, ScaledWeight<LinearWeight>(task))
              : tile_weight_sum(entries, groups, ScaledWeight<ExpWeight>(task));
@@ -115,6 +130,8 @@ __attribute__((noinline)) int64_t write_tile_weights(const DrawTask& task, int64
     write_weights(p, groups, ExpWeight(task.target_law), out);
   } else if (task.draft.data == nullptr) {
     write_weights(p, groups, ScaledWeight<ExpWeight>(task), out);
+  } else if (is_bare(task.draft, tile)) {
+    write_weights(p, groups, BareWeight(task), out);
   } else if (task.draft_law.linear) {
     write_residual<LinearWeight>(task, p, tile, groups, out);
   } else {
@@ -127,12 +144,15 @@ uint64_t fixed_sum(const DrawTask& task, double unit, const float* weights, int6
   return task.residual ? residual_fixed_sum(weights, groups, unit) : law_fixed_sum(weights, groups);
 }
 
-// The lowest index whose inclusive prefix sum exceeds t, given the tiles' sums. The bounds matter
-// only where another thread changes the logits meanwhile: no read may leave the row even then.
-int64_t search(const DrawTask& task, double unit, const uint64_t* tile_sums, uint64_t t) {
+// The lowest index whose inclusive prefix sum exceeds t, given the tiles' sums; -1 where its tile
+// is not `held` here. The bounds matter only where another thread changes the logits meanwhile: no
+// read may leave the row even then.
+int64_t search(const DrawTask& task, double unit, const uint64_t* tile_sums, uint64_t t,
+               Range held) {
   const int64_t last_tile = num_tiles(task.target.vocab) - 1;
   int64_t tile = 0;
   while (tile < last_tile && tile_sums[tile] <= t) t -= tile_sums[tile++];
+  if (!held.holds(tile)) return -1;
   float weights[kTile];
   const int64_t groups = write_tile_weights(task, tile, weights);
   int64_t i = 0;
@@ -150,6 +170,15 @@ int64_t search(const DrawTask& task, double unit, const uint64_t* tile_sums, uin
     t -= fixed;
   }
   return first + i;
+}
+
+// Tells all ranks the tokens that one of them has found.
+void share_tokens(const ThreadPool& pool, DrawTask* tasks, const int64_t* drawn, int64_t n) {
+  if (pool.ranks == nullptr) return;
+  Buffer<int64_t> tokens(n);
+  for (int64_t j = 0; j < n; ++j) tokens[j] = tasks[drawn[j]].token + 1;
+  share_sums(pool, tokens.data(), n);
+  for (int64_t j = 0; j < n; ++j) tasks[drawn[j]].token = tokens[j] - 1;
 }
 
 int64_t max_tiles(const DrawTask* tasks, int64_t n) {
@@ -172,12 +201,16 @@ void residual_masses(const ThreadPool& pool, const DrawTask* tasks, int64_t n, d
     if (needs_draw(tasks[r]) && tasks[r].residual && tasks[r].mass < 0.0) wanted[count++] = r;
   }
   Buffer<double> tile_masses(count * tiles);
+  Buffer<int64_t> numbers(count);
+  for (int64_t j = 0; j < count; ++j) numbers[j] = j;
+  const Range held = held_tiles(pool, tiles);
   parallel_for(pool, count * tiles, kTilesPerThread, [&](int64_t unit) {
     const DrawTask& task = tasks[wanted[unit / tiles]];
     const int64_t tile = unit % tiles;
-    if (tile >= num_tiles(task.target.vocab)) return;
+    if (tile >= num_tiles(task.target.vocab) || !held.holds(tile)) return;
     tile_masses[unit] = tile_mass(task, tile);
   });
+  share_tiles(pool, tile_masses.data(), tiles, numbers.data(), count);
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t t = 0; t < tiles; ++t) masses[wanted[j]] += tile_masses[j * tiles + t];
   }
@@ -188,6 +221,9 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
   Buffer<double> units(n);
   Buffer<bool> pending(n);
   Buffer<uint64_t> tile_sums(n * tiles);
+  Buffer<int64_t> drawn(n), places(n);
+  int64_t num_drawn = 0;
+  const Range held = held_tiles(pool, tiles);
   residual_masses(pool, tasks, n, units.data());
   bool any = false;
   for (int64_t r = 0; r < n; ++r) {
@@ -202,11 +238,17 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
   while (any) {
     parallel_for(pool, n * tiles, kTilesPerThread, [&](int64_t unit) {
       const int64_t r = unit / tiles;
-      if (!pending[r] || unit % tiles >= num_tiles(tasks[r].target.vocab)) return;
+      const int64_t tile = unit % tiles;
+      if (!pending[r] || tile >= num_tiles(tasks[r].target.vocab) || !held.holds(tile)) return;
       float weights[kTile];
-      const int64_t groups = write_tile_weights(tasks[r], unit % tiles, weights);
+      const int64_t groups = write_tile_weights(tasks[r], tile, weights);
       tile_sums[unit] = fixed_sum(tasks[r], units[r], weights, groups);
     });
+    int64_t num_pending = 0;
+    for (int64_t r = 0; r < n; ++r) {
+      if (pending[r]) places[num_pending++] = r;
+    }
+    share_tiles(pool, tile_sums.data(), tiles, places.data(), num_pending);
     any = false;
     for (int64_t r = 0; r < n; ++r) {
       if (!pending[r]) continue;
@@ -219,10 +261,13 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
         any = true;
         continue;
       }
-      tasks[r].token = search(tasks[r], units[r], sums, draw_threshold(tasks[r].u, total));
+      const uint64_t threshold = draw_threshold(tasks[r].u, total);
+      tasks[r].token = search(tasks[r], units[r], sums, threshold, held);
+      drawn[num_drawn++] = r;
       pending[r] = false;
     }
   }
+  share_tokens(pool, tasks, drawn.data(), num_drawn);
 }
 
 }  // namespace SPECDEC_CPU_ISA

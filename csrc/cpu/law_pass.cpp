@@ -9,6 +9,7 @@
 #include "law_pass.h"
 
 #include "cutoff.h"
+#include "ranks.h"
 
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
@@ -153,6 +154,27 @@ TileSummary scan_probabilities(const LawTask& task, int64_t tile) {
   });
 }
 
+// The law of a list of tokens, by the sums of scan_probabilities: what is not listed adds 0 there.
+RowLaw listed_law(const Row& row) {
+  RowLaw law;
+  law.linear = law.valid = true;
+  const float* probs = static_cast<const float*>(row.data);
+  for (int32_t k = 0; k < row.listed;) {
+    const int64_t begin = row.tokens[k] / kTile * kTile;
+    float sums[kAccumulators][kLanes] = {};
+    for (; k < row.listed && row.tokens[k] < begin + kTile; ++k) {
+      if (!is_allowed(row, row.tokens[k])) continue;
+      const int64_t place = (row.tokens[k] - begin) % (kAccumulators * kLanes);
+      law.valid &= probs[k] >= 0.0f && probs[k] <= FLT_MAX;
+      sums[place / kLanes][place % kLanes] += probs[k];
+    }
+    law.z += sum_lanes((load<VecF>(sums[0]) + load<VecF>(sums[1])) +
+                       (load<VecF>(sums[2]) + load<VecF>(sums[3])));
+  }
+  law.valid &= law.z > 0.0;
+  return law;
+}
+
 // The first entry of a tile that equals its maximum (bounded as the search in draw.cpp is).
 int64_t find_first(const Row& row, int64_t tile, float value) {
   float buffer[kTile];
@@ -163,8 +185,8 @@ int64_t find_first(const Row& row, int64_t tile, float value) {
   return tile * kTile + i;
 }
 
-// Combines the tiles of one row, in tile order.
-void combine_tiles(LawTask* task, const TileSummary* tiles) {
+// Combines the tiles of one row, in tile order. The arg max is found where its tile is worked on.
+void combine_tiles(LawTask* task, const TileSummary* tiles, Range held) {
   RowLaw& law = task->law;
   const int64_t n = num_tiles(task->row.vocab);
   bool valid = true;
@@ -188,7 +210,7 @@ void combine_tiles(LawTask* task, const TileSummary* tiles) {
   if (law.point_mass || task->want_argmax) {
     int64_t t = 0;
     while (tiles[t].max != max) ++t;
-    law.argmax = find_first(task->row, t, max);
+    if (held.holds(t)) law.argmax = find_first(task->row, t, max);
   }
   if (law.point_mass) {
     law.cutoff = max;
@@ -220,24 +242,54 @@ double filtered_tile_entropy(const LawTask& task, int64_t tile) {
   });
 }
 
+// Tells all ranks the arg maxima that one of them has found.
+void share_arg_maxima(const ThreadPool& pool, LawTask* const* tasks, int64_t n) {
+  if (pool.ranks == nullptr) return;
+  Buffer<int64_t> wanted(n), found(n);
+  int64_t count = 0;
+  for (int64_t r = 0; r < n; ++r) {
+    const LawTask& task = *tasks[r];
+    if (!task.law.valid || !(task.law.point_mass || task.want_argmax)) continue;
+    found[count] = task.law.argmax + 1;  // 0: another rank has it
+    wanted[count++] = r;
+  }
+  share_sums(pool, found.data(), count);
+  for (int64_t j = 0; j < count; ++j) tasks[wanted[j]]->law.argmax = found[j] - 1;
+}
+
 void compute_filtered(const ThreadPool& pool, LawTask* const* tasks, int64_t n, int64_t tiles,
                       TileSummary* summaries, const float* group_max) {
   Buffer<bool> pending(n);
   Buffer<bool> wants_entropy(n);
-  parallel_for(pool, n, 1, [&](int64_t r) {
+  Buffer<CutoffTask> cutoffs(n);
+  Buffer<int64_t> filtered(n);
+  int64_t count = 0;
+  for (int64_t r = 0; r < n; ++r) {
     LawTask& task = *tasks[r];
-    if (!task.law.valid || task.law.linear || task.law.point_mass || is_plain(task)) return;
-    pending[r] = !apply_filters(task.row, task.filters, group_max + r * num_groups(kTile) * tiles,
-                                &task.law);
-    wants_entropy[r] = task.want.kind == Extra::kEntropy;
-  });
+    if (!task.law.valid || task.law.linear || task.law.point_mass || is_plain(task)) continue;
+    cutoffs[count] = {&task.row, &task.filters, group_max + r * num_groups(kTile) * tiles,
+                      &task.law, false};
+    filtered[count++] = r;
+  }
+  find_cutoffs(pool, cutoffs.data(), count);
+  for (int64_t j = 0; j < count; ++j) {
+    pending[filtered[j]] = !cutoffs[j].found_z;
+    wants_entropy[filtered[j]] = tasks[filtered[j]]->want.kind == Extra::kEntropy;
+  }
+  const Range held = held_tiles(pool, tiles);
   parallel_for(pool, n * tiles, kTilesPerThread, [&](int64_t unit) {
     const LawTask& task = *tasks[unit / tiles];
     const int64_t tile = unit % tiles;
-    if (tile >= num_tiles(task.row.vocab)) return;
+    if (tile >= num_tiles(task.row.vocab) || !held.holds(tile)) return;
     if (pending[unit / tiles]) summaries[unit].sum = filtered_tile_sum(task, tile);
     if (wants_entropy[unit / tiles]) summaries[unit].extra = filtered_tile_entropy(task, tile);
   });
+  int64_t summed = 0;
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t r = filtered[j];
+    if (pending[r] || wants_entropy[r]) filtered[summed++] = r;
+  }
+  share_tiles(pool, summaries, tiles, filtered.data(), summed);
   for (int64_t r = 0; r < n; ++r) {
     LawTask& task = *tasks[r];
     double entropy = 0.0;
@@ -252,37 +304,52 @@ void compute_filtered(const ThreadPool& pool, LawTask* const* tasks, int64_t n, 
 }  // namespace
 
 void compute_laws(const ThreadPool& pool, LawTask* tasks, int64_t n) {
-  // Absent rows get no units: they would leave the threads unevenly loaded.
+  // Absent rows and lists get no units: they would leave the threads unevenly loaded.
   Buffer<LawTask*> present(n);
+  Buffer<int64_t> numbers(n);
   int64_t rows = 0;
   int64_t tiles = 1;
   bool any_filter = false;
   bool any_group_max = false;
+  bool any_list = false;
   for (int64_t i = 0; i < n; ++i) {
     tasks[i].law = RowLaw{};
     tasks[i].extra = 0.0;
     if (tasks[i].row.data == nullptr) continue;
+    if (tasks[i].row.listed > 0) {
+      any_list = true;
+      continue;
+    }
+    numbers[rows] = rows;
     present[rows++] = &tasks[i];
     const int64_t row_tiles = num_tiles(tasks[i].row.vocab);
     tiles = row_tiles > tiles ? row_tiles : tiles;
     any_filter |= has_filter(tasks[i].filters);
     any_group_max |= needs_group_max(tasks[i]);
   }
+  parallel_for(pool, any_list ? n : 0, kListsPerThread, [&](int64_t i) {
+    if (tasks[i].row.listed > 0) tasks[i].law = listed_law(tasks[i].row);
+  });
   const int64_t groups_per_row = num_groups(kTile) * tiles;
   Buffer<TileSummary> summaries(rows * tiles);
   Buffer<float> group_max(any_group_max ? rows * groups_per_row : 0);
+  const Range held = held_tiles(pool, tiles);
   parallel_for(pool, rows * tiles, kTilesPerThread, [&](int64_t unit) {
     const int64_t r = unit / tiles;
     const int64_t tile = unit % tiles;
     const LawTask& task = *present[r];
-    if (tile >= num_tiles(task.row.vocab)) return;
+    if (tile >= num_tiles(task.row.vocab) || !held.holds(tile)) return;
     float* maxima = needs_group_max(task)
                         ? group_max.data() + r * groups_per_row + tile * num_groups(kTile)
                         : nullptr;
     summaries[unit] =
         task.row.linear ? scan_probabilities(task, tile) : scan_logits(task, tile, maxima);
   });
-  for (int64_t r = 0; r < rows; ++r) combine_tiles(present[r], summaries.data() + r * tiles);
+  share_tiles(pool, summaries.data(), tiles, numbers.data(), rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    combine_tiles(present[r], summaries.data() + r * tiles, held);
+  }
+  share_arg_maxima(pool, present.data(), rows);
   if (any_filter) {
     compute_filtered(pool, present.data(), rows, tiles, summaries.data(), group_max.data());
   }

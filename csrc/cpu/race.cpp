@@ -6,6 +6,8 @@
 // quotient, in float64.
 #include "race.h"
 
+#include "ranks.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -130,6 +132,17 @@ Runner run_tile(const RaceTask& task, int64_t tile) {
   return best;
 }
 
+// From the winners of each rank's tiles to those of all.
+void finish_over_ranks(const ThreadPool& pool, Runner* winners, int64_t n) {
+  if (pool.ranks == nullptr || n == 0) return;
+  const Ranks& ranks = *pool.ranks;
+  Buffer<Runner> all(ranks.count * n);
+  ranks.gather(ranks, winners, n * sizeof(Runner), all.data());
+  for (int64_t k = 0; k < ranks.count * n; ++k) {
+    if (comes_before(all[k], winners[k % n])) winners[k % n] = all[k];
+  }
+}
+
 }  // namespace
 
 void run_races(const ThreadPool& pool, RaceTask* tasks, int64_t n) {
@@ -137,20 +150,28 @@ void run_races(const ThreadPool& pool, RaceTask* tasks, int64_t n) {
   for (int64_t r = 0; r < n; ++r) {
     if (num_tiles(tasks[r].row.vocab) > tiles) tiles = num_tiles(tasks[r].row.vocab);
   }
-  Buffer<Runner> best(n * tiles);
+  Buffer<Runner> best(n * tiles), winners(n);
+  const Range held = held_tiles(pool, tiles);
   parallel_for(pool, n * tiles, 1, [&](int64_t unit) {
     const RaceTask& task = tasks[unit / tiles];
-    if (task.active && unit % tiles < num_tiles(task.row.vocab)) {
-      best[unit] = run_tile(task, unit % tiles);
+    const int64_t tile = unit % tiles;
+    if (task.active && tile < num_tiles(task.row.vocab) && held.holds(tile)) {
+      best[unit] = run_tile(task, tile);
     }
   });
+  int64_t count = 0;
   for (int64_t r = 0; r < n; ++r) {
     if (!tasks[r].active) continue;
     Runner winner;
-    for (int64_t t = 0; t < num_tiles(tasks[r].row.vocab); ++t) {
+    for (int64_t t = held.begin; t < held.end && t < num_tiles(tasks[r].row.vocab); ++t) {
       if (comes_before(best[r * tiles + t], winner)) winner = best[r * tiles + t];
     }
-    tasks[r].winner = winner.entry;
+    winners[count++] = winner;
+  }
+  finish_over_ranks(pool, winners.data(), count);
+  count = 0;
+  for (int64_t r = 0; r < n; ++r) {
+    if (tasks[r].active) tasks[r].winner = winners[count++].entry;
   }
 }
 

@@ -1,14 +1,17 @@
 // Registers the CPU kernels, in the best variant this processor runs.
 #include <torch/csrc/stable/ops.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include "../torch/checker.h"
 #include "../torch/operators.h"
 #include "../torch/registration.h"
 #include "kernels.h"
+#include "ranks.h"
 
 namespace specdec {
 namespace {
@@ -78,6 +81,60 @@ void run(const Call& call) {
   (variant().kernels->*Kernel)(call.params, thread_pool());
 }
 
+// ---- several ranks ---
+
+// Python's side of an exchange (specdec_ext/distributed.py) keeps what went wrong there, and gives
+// back a tensor of another size.
+Tensor exchange(const Ranks& ranks, const Tensor& mine, int64_t expected) {
+  const int64_t name = *static_cast<const int64_t*>(ranks.context);
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(mine),
+                                    torch::stable::detail::from(name)};
+  const bool failed =
+      torch_call_dispatcher("specdec::_exchange", "", stack.data(), TORCH_ABI_VERSION) != 0;
+  if (failed) throw std::runtime_error("verify_sharded: there is no exchange between ranks");
+  Tensor found = torch::stable::detail::to<Tensor>(stack[0]);
+  if (found.numel() != expected) {
+    throw std::runtime_error("verify_sharded: an exchange between ranks failed");
+  }
+  return found;
+}
+
+Tensor new_on_cpu(int64_t size, ScalarType type) {
+  return torch::stable::empty({&size, 1}, type, std::nullopt,
+                              torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
+void gather(const Ranks& ranks, const void* mine, int64_t bytes, void* all) {
+  Tensor sent = new_on_cpu(bytes, ScalarType::Byte);
+  std::memcpy(sent.mutable_data_ptr(), mine, bytes);
+  const Tensor found = exchange(ranks, sent, ranks.count * bytes);
+  std::memcpy(all, found.const_data_ptr(), ranks.count * bytes);
+}
+
+void sum(const Ranks& ranks, int64_t* values, int64_t n) {
+  Tensor sent = new_on_cpu(n, ScalarType::Long);
+  std::memcpy(sent.mutable_data_ptr(), values, n * sizeof(int64_t));
+  const Tensor found = exchange(ranks, sent, n);
+  std::memcpy(values, found.const_data_ptr(), n * sizeof(int64_t));
+}
+
+void run_sharded(const VerifyShardedCall& call) {
+  const VerifyShardedParams& p = call.params;
+  Ranks ranks;
+  ranks.rank = p.rank;
+  ranks.count = p.count;
+  ranks.bounds = p.bounds;
+  ranks.target_tail = p.target_tail;
+  ranks.draft_tail = p.draft_tail;
+  ranks.gather = gather;
+  ranks.sum = sum;
+  int64_t name = p.exchange;
+  ranks.context = &name;
+  ThreadPool pool = thread_pool();
+  pool.ranks = &ranks;
+  variant().kernels->verify(p.verify, pool);
+}
+
 }  // namespace
 }  // namespace specdec
 
@@ -89,6 +146,15 @@ extern "C" __attribute__((visibility("default"))) const char* specdec_cpu_capabi
   } catch (const std::exception&) {
     return nullptr;
   }
+}
+
+// The namespace of the operators in torch.ops, read by specdec_ext/_ops.py.
+extern "C" __attribute__((visibility("default"))) const char* specdec_namespace() {
+#define SPECDEC_QUOTED(name) #name
+#define SPECDEC_TEXT(name) SPECDEC_QUOTED(name)
+  return SPECDEC_TEXT(SPECDEC_NAMESPACE);
+#undef SPECDEC_TEXT
+#undef SPECDEC_QUOTED
 }
 
 extern "C" __attribute__((visibility("default"))) const char* specdec_cpu_variants() {
@@ -108,4 +174,5 @@ SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
   m.impl(#name, Operator<check_##name, run<&Kernels::name, Name##Call>>::boxed);
   SPECDEC_KERNELS(SPECDEC_IMPLEMENT)
 #undef SPECDEC_IMPLEMENT
+  m.impl("_verify_sharded", Operator<check_verify_sharded, run_sharded>::boxed);
 }

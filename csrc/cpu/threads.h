@@ -10,10 +10,13 @@
 
 namespace specdec {
 
+struct Ranks;
+
 // Calls body(begin, end, context) on disjoint ranges that cover [0, n), of at least `grain` each.
 struct ThreadPool {
   void (*run)(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
   int64_t num_threads;
+  const Ranks* ranks = nullptr;  // other processes that hold parts of the vocabulary; nullptr: none
 };
 
 namespace SPECDEC_CPU_ISA {

@@ -16,6 +16,7 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 
 constexpr int64_t kTilesPerThread = 4;  // below this, a thread is not worth waking
+constexpr int64_t kListsPerThread = 8;  // likewise
 constexpr int kAccumulators = 4;
 static_assert(kGroup % (kAccumulators * kLanes) == 0, "a group is a whole number of steps");
 
@@ -55,6 +56,22 @@ inline void copy_entries(const Row& row, int64_t begin, int64_t n, T hidden, T* 
   }
 }
 
+// Of a row that is a list of tokens.
+inline void copy_listed(const Row& row, int64_t begin, int64_t n, float* out) {
+  memset(out, 0, n * sizeof(float));
+  const float* probs = static_cast<const float*>(row.data);
+  for (int32_t k = first_listed(row, begin); k < row.listed && row.tokens[k] < begin + n; ++k) {
+    if (is_allowed(row, row.tokens[k])) out[row.tokens[k] - begin] = probs[k];
+  }
+}
+
+// Whether a row is a list that names no token of a tile: all weights there are 0.
+inline bool is_bare(const Row& row, int64_t tile) {
+  if (row.listed == 0) return false;
+  const int32_t first = first_listed(row, tile * kTile);
+  return first == row.listed || row.tokens[first] >= (tile + 1) * kTile;
+}
+
 // Bits of the entries that weigh nothing: 0, or -inf in the row's type.
 inline uint16_t nothing_of_16_bits(const Row& row) {
   return row.linear ? 0 : row.element == Element::kBFloat16 ? 0xFF80 : 0xFC00;
@@ -70,7 +87,9 @@ inline const void* raw_entries(const Row& row, int64_t begin, int64_t n, float* 
     const int64_t bytes = row.element == Element::kFloat32 ? 4 : 2;
     return static_cast<const char*>(row.data) + begin * bytes;
   }
-  if (row.element == Element::kFloat32) {
+  if (row.listed > 0) {
+    copy_listed(row, begin, n, copy);
+  } else if (row.element == Element::kFloat32) {
     copy_entries(row, begin, n, nothing(row), copy);
   } else {
     copy_entries(row, begin, n, nothing_of_16_bits(row), reinterpret_cast<uint16_t*>(copy));
@@ -87,11 +106,21 @@ inline bool touches(int64_t excluded, const TokenList& hidden, int64_t begin, in
   return any;
 }
 
+// The row that one of its tiles is read from.
+inline Row held_tile(Row row, int64_t tile) {
+  if (row.held == nullptr) return row;
+  row.data = tile == row.held->tail_tile ? row.held->tail : row.held->data;
+  row.element = row.held->element;
+  row.held = nullptr;
+  return row;
+}
+
 // The entries [tile * kTile, ...) of a row as floats, padded to `groups` whole groups with entries
 // of weight 0. `buffer` holds kTile floats; a full float32 tile is used where it lies. `excluded`
 // (an entry, or -1) gets weight 0 too, and so do the entries in `hidden`.
-inline const float* view_tile(const Row& row, int64_t tile, int64_t groups, float* buffer,
+inline const float* view_tile(const Row& whole, int64_t tile, int64_t groups, float* buffer,
                               int64_t excluded = -1, const TokenList& hidden = {}) {
+  const Row row = held_tile(whole, tile);
   const int64_t begin = tile * kTile;
   int64_t n = row.vocab - begin;
   n = n < 0 ? 0 : n < groups * kGroup ? n : groups * kGroup;
@@ -173,7 +202,8 @@ inline BFloat16Entries bfloat16_entries(const Row& row, int64_t tile, int64_t gr
 
 // Calls body(entries, groups) with a tile of a row, in the order that suits its type.
 template <typename Body>
-inline auto with_entries(const Row& row, int64_t tile, const Body& body) {
+inline auto with_entries(const Row& whole, int64_t tile, const Body& body) {
+  const Row row = held_tile(whole, tile);
   const int64_t groups = tile_groups(row.vocab, tile);
   float buffer[kTile];
   if (is_whole_bfloat16(row, tile, groups)) {

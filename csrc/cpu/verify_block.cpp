@@ -3,6 +3,7 @@
 // Grid: all rows of a slice of requests at once, over threads. Reads every row for its law, target
 // and draft rows of undecided nodes again for the residual mass, and the winner's for the draw.
 #include "chain_rules.h"
+#include "held_rows.h"
 
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
@@ -78,9 +79,10 @@ void verify_block(const VerifyParams& p, const ThreadPool& pool, Request* reques
     for (int64_t i = 0; i < nodes; ++i) {
       chain.targets[i] = LawTask();
       chain.drafts[i] = LawTask();
-      if (i <= r.drafted) chain.targets[i] = LawTask(target_row(p, r.b, i), r.target_filters);
+      if (i <= r.drafted)
+        chain.targets[i] = LawTask(target_entries(p, pool, r.b, i), r.target_filters);
       if (wants_draft_row(p, r, i)) {
-        chain.drafts[i] = LawTask(draft_row(p, r.b, i), r.draft_filters);
+        chain.drafts[i] = LawTask(draft_entries(p, pool, r.b, i), r.draft_filters);
       }
     }
   }

@@ -10,6 +10,7 @@
 #include "draw.h"
 #include "kernels.h"
 #include "race.h"
+#include "token_lists.h"
 #include "token_map.h"
 
 namespace specdec {
@@ -305,7 +306,8 @@ void verify_slice(const VerifyTreeParams& p, const ThreadPool& pool, int64_t beg
 
 void verify_tree(const VerifyTreeParams& given, const ThreadPool& pool) {
   VerifyTreeParams p = given;
-  const MapStorage storage(&p.map);
+  const MapStorage map(&p.map);
+  const ListStorage lists(&p.lists, p.draft, p.batch, pool);
   const int64_t slice = requests_per_slice(p.target, 2 * p.nodes);
   for (int64_t begin = 0; begin < p.batch; begin += slice) {
     verify_slice(p, pool, begin, begin + slice < p.batch ? slice : p.batch - begin);

@@ -42,7 +42,6 @@ struct Scratch {
   int64_t rows = 0;       // of a request
   int64_t tiles = 0;      // of the wider vocabulary: the stride of a row's tiles
   int64_t groups = 0;     // likewise
-  int64_t sums = 0;       // residual masses that a request may ask for; 0: the scan's sums do
   bool finished = false;  // finish_laws has found the laws, else decide does
   bool races = false;
   TileSummary* summaries = nullptr;  // [B, rows, tiles]
@@ -55,7 +54,7 @@ struct Scratch {
   double* masses = nullptr;          // [B, sums, tiles]
   uint64_t* tile_sums = nullptr;     // [B, tiles]
   uint32_t* counters = nullptr;      // [B, rows], all 0 after scan_laws
-  WorkQueue queue;                   // empty after scan_laws
+  WorkQueue queue;                   // of residual masses, empty after scan_laws
 };
 
 // ---- requests and rows ---
@@ -151,12 +150,12 @@ __device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, i
 // ---- laws of one request ---
 
 // The law of a row without finish_laws; where a residual's mass comes from the scan's sums
-// (Scratch::sums), `extra` is the sum of all tiles but the draft token's. Collective over a full
-// warp.
+// (no sums in the queue), `extra` is the sum of all tiles but the draft token's. Collective over a
+// full warp.
 __device__ RowLaw combine_row(const VerifyParams& p, const Scratch& s, const Request& r,
                               int64_t slot, double* extra) {
   const RowTask task = row_task(p, r, slot);
-  const bool has_residual = s.sums == 0 && reads_draft_law(p.rule) && slot < r.drafted;
+  const bool has_residual = s.queue.sums == 0 && reads_draft_law(p.rule) && slot < r.drafted;
   const int64_t without = has_residual ? load_id(p.draft_tokens, r.b, slot) / kTile : -1;
   return combine_tiles(task.row, task.filters, false, task.extra,
                        s.summaries + (r.b * s.rows + slot) * s.tiles, extra, without);

@@ -212,10 +212,11 @@ template <Elements kElements>
 __device__ bool add_piece(const VerifyParams& p, const Scratch& s, const Ticket& ticket,
                           double* mass) {
   const Work& work = ticket.work;
-  const int64_t place = s.sums == 1 ? 0 : work.node;
-  return add_mass<kElements, false>(
-      [&] { return residual_of(p, s, work); }, s.masses + (work.request * s.sums + place) * s.tiles,
-      s.counters + work.request * s.rows + place, ticket.piece, s.queue.splits, mass);
+  const int64_t place = s.queue.sums == 1 ? 0 : work.node;
+  return add_mass<kElements, false>([&] { return residual_of(p, s, work); },
+                                    s.masses + (work.request * s.queue.sums + place) * s.tiles,
+                                    s.counters + work.request * s.rows + place, ticket.piece,
+                                    s.queue.splits, mass);
 }
 
 __device__ bool lacks_mass(const DrawTask& task) {
@@ -251,7 +252,7 @@ __device__ __attribute__((noinline)) void close_decision(const VerifyParams& p, 
                                                          Decision* d) {
   Request& r = d->request;
   write_accepted(p, r, threadIdx.x, kThreads);
-  if (s.sums == 0 && lacks_mass(r.draw)) {
+  if (s.queue.sums == 0 && lacks_mass(r.draw)) {
     const double others = s.extras[r.b * s.rows + r.accepted];
     const double mass = mass_of_others<kElements>(r.draw, others);
     __syncthreads();  // all have asked whether it is missing
@@ -274,7 +275,7 @@ __device__ __attribute__((noinline)) bool open_chain(const VerifyParams& p, cons
   __shared__ NodeFacts facts[kNodesAtOnce];
   open_in_block(p, b, &d->request);
   clear_outputs(p, b, threadIdx.x, kThreads);
-  if (s.sums == 0 && reads_draft_law(p.rule)) prefetch_tiles_of_tokens(p, d->request);
+  if (s.queue.sums == 0 && reads_draft_law(p.rule)) prefetch_tiles_of_tokens(p, d->request);
   wait_for_launch_before();
   find_laws(p, s, d->request);
   __syncthreads();  // before accept_probs are written
@@ -322,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   __shared__ SharedArray<Decision, 1> decision;
   let_next_launch_begin();
   Ticket ticket{true, {blockIdx.x, 0, Sum::kNone}, 0};
-  if (s.sums > 0) {
+  if (s.queue.sums > 0) {
     wait_for_launch_before();  // the queue is empty
     ticket = take_ticket(s.queue);
   }
@@ -330,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     if (do_work<kElements>(p, s, ticket, decision.data())) {
       close_decision<kElements>(p, s, decision.data());
     }
-    if (s.sums == 0) return;  // a block a request
+    if (s.queue.sums == 0) return;  // a block a request
     ticket = take_ticket(s.queue);
   }
 }

@@ -44,7 +44,7 @@ class TileWeights {
 
   template <Layout kLayout>
   __device__ __forceinline__ void load(int64_t tile, RawTiles* raw) const {
-    constexpr bool kMapped = kElements == Elements::kAny;
+    constexpr bool kMapped = !are_plain(kElements);
     load_tile<kLayout, kElements, kMapped && kTree>(task_->target, tile, &raw->target);
     if (has_draft_) load_tile<kLayout, kElements, kMapped>(task_->draft, tile, &raw->draft);
   }
@@ -83,7 +83,7 @@ class TileWeights {
   template <typename T, typename SumOf>
   __device__ __forceinline__ void sum_tiles_to(int64_t first, int64_t last, T* out,
                                                const SumOf& sum) const {
-    constexpr bool kAhead = kElements != Elements::kAny && bytes_of(element_of(kElements)) == 2;
+    constexpr bool kAhead = are_plain(kElements) && bytes_of(element_of(kElements)) == 2;
     RawTiles raw;
     if (kAhead && first < last) load<Layout::kStriped>(first, &raw);
     sum_each_tile(first, last, out, [&](int64_t tile) {

@@ -35,5 +35,11 @@ class Loading;
 SPECDEC_KERNELS(SPECDEC_DECLARE)
 #undef SPECDEC_DECLARE
 
+// The same where the draft's laws are lists of tokens; what verify and verify_tree call then.
+void verify_lists(const VerifyParams&, const Gpu&);
+void load_verify_lists(const Loading&);
+void verify_tree_lists(const VerifyTreeParams&, const Gpu&);
+void load_verify_tree_lists(const Loading&);
+
 }  // namespace cuda
 }  // namespace specdec

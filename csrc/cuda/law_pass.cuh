@@ -371,7 +371,7 @@ __device__ __forceinline__ void scan_tiles(const Row& row, const Filters& filter
     constexpr auto kElement = decltype(element)::value;
     scan_element<kElement, kMasked>(task, row, first, tiles, out, group_max, of_warp);
   };
-  if constexpr (kElements != Elements::kAny) {
+  if constexpr (are_plain(kElements)) {
     scan(std::integral_constant<Element, element_of(kElements)>{});
   } else if (row.element == Element::kFloat32) {
     scan(std::integral_constant<Element, Element::kFloat32>{});

@@ -99,12 +99,17 @@ void launch_scan(const Gpu& gpu, const Rows& rows, const LawScratch& s, bool wan
 }
 
 template <typename Rows>
-void launch_laws(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
-  launch_scan(gpu, rows, s, false);
+void launch_finish(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
   if (s.laws == nullptr) return;
   const auto kernel =
       rows.p.mask.words != nullptr ? finish_rows<Rows, true> : finish_rows<Rows, false>;
   launch(gpu, "finish_rows", kernel, s.count, rows, s);
+}
+
+template <typename Rows>
+void launch_laws(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
+  launch_scan(gpu, rows, s, false);
+  launch_finish(gpu, rows, s);
 }
 
 template <typename Rows>

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   write_token(rows.p, b, task);
 }
 
-Elements elements_of_rows(const SampleParams& p) {
+Elements elements_of_laws(const SampleParams& p) {
   return p.mask.words == nullptr ? elements_of(p.logits, {}) : Elements::kAny;
 }
 
@@ -135,7 +135,7 @@ void sample(const SampleParams& given, const Gpu& gpu) {
     launch(gpu, "race_tokens", race_tokens, p.batch * splits, Rows{p}, s, workspace.at(found),
            splits);
   } else {
-    launch(gpu, "draw_tokens", kDraw[elements_of_rows(p)], p.batch * splits, Rows{p}, s,
+    launch(gpu, "draw_tokens", kDraw[elements_of_laws(p)], p.batch * splits, Rows{p}, s,
            workspace.at(tile_sums), splits);
   }
 }

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../core/fixed_point.h"
+#include "../core/request.h"
 #include "block.cuh"
 #include "vec_load.cuh"
 
@@ -123,8 +124,12 @@ __device__ __forceinline__ bool is_last_block(uint32_t* counter, int64_t blocks)
 // ----------------------------------------------------------------------------
 
 // What the rows of a launch are, which the host knows: plain ones (no mask, no reduced vocabulary)
-// of one type, so that a kernel has no code for others; or any.
-enum class Elements { kFloat32, kBFloat16, kFloat16, kAny };
+// of one type, so that a kernel has no code for others; or any; or any, and lists.
+enum class Elements { kFloat32, kBFloat16, kFloat16, kAny, kListed };
+
+__host__ __device__ constexpr bool are_plain(Elements elements) {
+  return elements < Elements::kAny;
+}
 
 // The type of plain rows.
 __host__ __device__ constexpr Element element_of(Elements elements) {
@@ -136,6 +141,19 @@ static_assert(element_of(Elements::kFloat16) == Element::kFloat16, "types are in
 inline Elements elements_of(const RowBatch& target, const RowBatch& draft) {
   if (draft.data != nullptr && draft.element != target.element) return Elements::kAny;
   return static_cast<Elements>(target.element);
+}
+
+// What the rows of a verification are, but for masks and maps.
+template <typename Params>
+Elements elements_of_rows(const Params& p) {
+  return elements_of(p.target, reads_draft_law(p.rule) ? p.draft : RowBatch{});
+}
+
+// What they are where they are weighed.
+template <typename Params>
+Elements elements_of_laws(const Params& p) {
+  const bool plain = p.mask.words == nullptr && p.map.ids.data == nullptr;
+  return plain ? elements_of_rows(p) : Elements::kAny;
 }
 
 // A kernel for each kind of rows.
@@ -150,9 +168,13 @@ struct ByElements {
 template <Elements kElements>
 using ElementsConstant = std::integral_constant<Elements, kElements>;
 
-// of(ElementsConstant<...>{}) gives a kernel.
+// of(ElementsConstant<...>{}) gives a kernel. Where there is code for lists, one for all.
 template <typename Of>
 auto by_elements(const Of& of) {
+  if constexpr (kLists) {
+    const auto kernel = of(ElementsConstant<Elements::kListed>{});
+    return ByElements<std::decay_t<decltype(kernel)>>{{kernel, kernel, kernel, kernel}};
+  }
   using Kernel = decltype(of(ElementsConstant<Elements::kAny>{}));
   return ByElements<Kernel>{
       {of(ElementsConstant<Elements::kFloat32>{}), of(ElementsConstant<Elements::kBFloat16>{}),
@@ -199,8 +221,19 @@ __device__ __forceinline__ void load_span(Element element, const Span& span, Raw
   }
 }
 
-template <Layout kLayout, bool kMapped, int kBytes>
+template <Layout kLayout, Elements kElements, bool kMapped, int kBytes>
 __device__ __forceinline__ void load_any(const Row& row, int64_t tile, RawTile* out) {
+  if constexpr (kElements == Elements::kListed && kMapped && kBytes == 4) {
+    if (row.listed > 0) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int64_t first = tile * kTile + vector_offset<kLayout>(s);
+        take_words(look_up_listed(row, first), out->step[s].word);
+        take_words(look_up_listed(row, first + kVector / 2), out->step[s].word + kVector / 2);
+      }
+      return;
+    }
+  }
   if constexpr (kMapped) {
     if (row.by_token) {
 #pragma unroll
@@ -217,13 +250,13 @@ __device__ __forceinline__ void load_any(const Row& row, int64_t tile, RawTile* 
 // costs registers.
 template <Layout kLayout, Elements kElements = Elements::kAny, bool kMapped = false>
 __device__ __forceinline__ void load_tile(const Row& row, int64_t tile, RawTile* out) {
-  if constexpr (kElements != Elements::kAny) {
+  if constexpr (are_plain(kElements)) {
     constexpr int kBytes = bytes_of(element_of(kElements));
     load_span<kLayout, kBytes>(element_of(kElements), span_from<kBytes>(row, tile * kTile), out);
   } else if (row.element == Element::kFloat32) {
-    load_any<kLayout, kMapped, 4>(row, tile, out);
+    load_any<kLayout, kElements, kMapped, 4>(row, tile, out);
   } else {
-    load_any<kLayout, kMapped, 2>(row, tile, out);
+    load_any<kLayout, kElements, kMapped, 2>(row, tile, out);
   }
 }
 
@@ -255,7 +288,7 @@ __device__ __forceinline__ void hide_in_tile(uint32_t allowed, float nothing, fl
 template <Layout kLayout, Elements kElements = Elements::kAny, bool kMasked = true>
 __device__ __forceinline__ void widen_tile(const Row& row, int64_t tile, const RawTile& raw,
                                            float* x) {
-  constexpr bool kPlain = kElements != Elements::kAny;
+  constexpr bool kPlain = are_plain(kElements);
   widen_tile(kPlain ? element_of(kElements) : row.element, raw, x);
   if (kMasked && !kPlain && row.allowed != nullptr) {
     hide_in_tile(allowed_in_tile<kLayout>(row, tile), nothing(row), x);

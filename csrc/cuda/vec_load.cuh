@@ -240,6 +240,18 @@ __device__ __forceinline__ uint32_t allowed_in_vector(const Row& row, int64_t fi
   return bits;
 }
 
+// The probabilities of four tokens in a row that is a list, masked or not.
+__device__ __forceinline__ uint4 look_up_listed(const Row& row, int64_t first) {
+  const auto* probs = static_cast<const uint32_t*>(row.data);
+  uint32_t words[4] = {0, 0, 0, 0};
+  int32_t k = first_listed(row, first);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (k < row.listed && row.tokens[k] == first + j) words[j] = probs[k++];
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 // The entries [first, first + kVector) of a row in token order, one by one; those that are missing
 // or past the row have weight 0.
 template <int kBytes>

@@ -8,8 +8,9 @@
 //            (decide.cuh)
 //   draw     (but for the coupled rule) integer sums of the final law, tile by tile; a request's
 //            last block searches
-// so 3 for any rule without filters, and 4 with them. raw_logprobs adds 2, and a reduced draft
-// vocabulary 2 that come first (token_map.cuh).
+// so 3 for any rule without filters, and 4 with them. raw_logprobs adds 2, a reduced draft
+// vocabulary 2 that come first (token_map.cuh), and lists of a draft's tokens 1 that comes first
+// and 1 after `laws` (token_lists.cuh).
 //
 // Reads 2 or 4 bytes per entry of each target and draft row; again both rows of the residuals of
 // undecided nodes, and of the final residual once for its mass, unless that is known, and once for
@@ -20,7 +21,11 @@
 #include "cutoff.cuh"
 #include "decide.cuh"
 #include "kernels.h"
+#if SPECDEC_LISTS
+#include "token_lists.cuh"
+#else
 #include "token_map.cuh"
+#endif
 
 namespace specdec {
 namespace cuda {
@@ -44,6 +49,24 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
   if (unit.split == 0 && slot == 0) clear_queue(s.queue, b);
   scan_share<kMasked, kElements>(row_task(p, request[0], slot), s, unit.index, unit.split, splits);
 }
+
+#if SPECDEC_LISTS
+// The sums of the draft's rows, which are lists; scan_laws has left them out.
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    scan_lists(const VerifyParams p, const Scratch s, int64_t splits) {
+  begin_kernel();
+  __shared__ SharedArray<Request, 1> request;
+  const Unit unit = this_unit(splits);
+  const auto [b, i] = place_in(unit.index, p.gamma);
+  open_for_rows(p, b, request.data());
+  const int64_t slot = p.gamma + 1 + i;
+  const Row row = row_task(p, request[0], slot).row;
+  if (row.data == nullptr) return;
+  const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
+  scan_list(row, share.first, share.last,
+            s.summaries + (b * s.rows + slot) * s.tiles + share.first);
+}
+#endif
 
 template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
@@ -157,14 +180,13 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.groups = s.tiles * num_groups(kTile);
   // Without a draft's law or a filter, the scan's sums tell the mass of any residual.
   if (has_residuals && (has_draft || filters)) {
-    s.sums = has_draft && block_rule ? p.gamma + 1 : 1;
+    s.queue.sums = has_draft && block_rule ? p.gamma + 1 : 1;
   }
   s.finished = filters;
   s.races = runs_races(p.rule);
   const int64_t rows = p.batch * s.rows;
   s.queue.requests = p.batch;
-  s.queue.sums = s.sums;
-  s.queue.splits = splits_for(gpu, p.batch * (s.sums > 0 ? s.sums : 1), s.tiles);
+  s.queue.splits = splits_for(gpu, p.batch * (s.queue.sums > 0 ? s.queue.sums : 1), s.tiles);
   const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
   const auto laws = workspace->reserve<RowLaw>(rows);
@@ -172,7 +194,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
   const auto decisions = workspace->reserve<Decision>(p.batch);
   const auto nodes = workspace->reserve<NodeState>(block_rule ? p.batch * (p.gamma + 1) : 0);
-  const auto masses = workspace->reserve<double>(p.batch * s.sums * s.tiles);
+  const auto masses = workspace->reserve<double>(p.batch * s.queue.sums * s.tiles);
   const auto tile_sums = workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles);
   const auto counters = workspace->reserve<uint32_t>(rows);
   const auto queue = reserve_queue(workspace, s.queue);
@@ -194,23 +216,13 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
 // One a request; where masses may be asked for, as many as can have something to do at once, and no
 // more than about a chip holds: whoever came later would find that all is done.
 int64_t deciding_blocks(const Gpu& gpu, const Scratch& s) {
-  if (s.sums == 0) return s.queue.requests;
-  const int64_t blocks = s.queue.requests * s.sums * s.queue.splits;
+  if (s.queue.sums == 0) return s.queue.requests;
+  const int64_t blocks = s.queue.requests * s.queue.sums * s.queue.splits;
   const int64_t resident = gpu.chip.multiprocessors * kBlocksAt128Registers;
   return blocks < resident ? blocks : resident;
 }
 
-// What the rows are, but for masks and maps.
-Elements elements_of_rows(const VerifyParams& p) {
-  return elements_of(p.target, reads_draft_law(p.rule) ? p.draft : RowBatch{});
-}
-
-// What they are where they are weighed.
-Elements elements_of_laws(const VerifyParams& p) {
-  const bool plain = p.mask.words == nullptr && p.map.ids.data == nullptr;
-  return plain ? elements_of_rows(p) : Elements::kAny;
-}
-
+constexpr auto kScanMasked = scan_laws < true, kLists ? Elements::kListed : Elements::kAny > ;
 const auto kScan = by_elements([](auto e) { return scan_laws<false, decltype(e)::value>; });
 const auto kDecide = by_elements([](auto e) { return decide<decltype(e)::value>; });
 const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value>; });
@@ -224,20 +236,29 @@ void launch_split(const Gpu& gpu, const char* name,
   launch(gpu, name, kernel, units * splits, p, s, splits);
 }
 
-}  // namespace
+void launch_scan(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
+  const bool masked = p.mask.words != nullptr;
+  launch_split(gpu, "scan_laws", masked ? kScanMasked : kScan[elements_of_rows(p)],
+               p.batch * s.rows, p, s);
+}
 
-void verify(const VerifyParams& given, const Gpu& gpu) {
-  if (given.batch == 0) return;
+void run(const VerifyParams& given, const Gpu& gpu) {
   VerifyParams p = given;
   Workspace workspace;
+#if SPECDEC_LISTS
+  const ListReservation lists = reserve_lists(&workspace, p);
+  const Scratch s = make_scratch(p, gpu, &workspace);
+  launch_lists(gpu, workspace, lists, &p);
+  launch_scan(gpu, without_lists(p), s);
+  launch_split(gpu, "scan_lists", scan_lists, p.batch * p.gamma, p, s);
+#else
   const MapReservation map = reserve_map(&workspace, p.map);
   const Scratch s = make_scratch(p, gpu, &workspace);
   launch_map(gpu, workspace, map, &p.map);
+  launch_scan(gpu, p, s);
+#endif
   const int64_t nodes = p.batch * (p.gamma + 1);
   const bool masked = p.mask.words != nullptr;
-  launch_split(gpu, "scan_laws",
-               masked ? scan_laws<true, Elements::kAny> : kScan[elements_of_rows(p)],
-               p.batch * s.rows, p, s);
   if (s.finished) {
     launch(gpu, "finish_laws", masked ? finish_laws<true> : finish_laws<false>, p.batch * s.rows, p,
            s);
@@ -251,11 +272,37 @@ void verify(const VerifyParams& given, const Gpu& gpu) {
   }
 }
 
-void load_verify(const Loading& load) {
-  load(kScan, scan_laws<true, Elements::kAny>, finish_laws<false>, finish_laws<true>, race_rows,
-       kDecide, kDraw, scan_raw<false>, scan_raw<true>, write_raw_logprobs);
-  load_map(load);
+void load_all(const Loading& load) {
+  load(kScan, kScanMasked, finish_laws<false>, finish_laws<true>, race_rows, kDecide, kDraw,
+       scan_raw<false>, scan_raw<true>, write_raw_logprobs);
 }
+
+}  // namespace
+
+#if SPECDEC_LISTS
+
+void verify_lists(const VerifyParams& p, const Gpu& gpu) { run(p, gpu); }
+
+void load_verify_lists(const Loading& load) {
+  load_all(load);
+  load(sort_lists, scan_lists);
+}
+
+#else
+
+void verify(const VerifyParams& p, const Gpu& gpu) {
+  if (p.batch == 0) return;
+  if (p.lists.ids.data != nullptr) return verify_lists(p, gpu);
+  run(p, gpu);
+}
+
+void load_verify(const Loading& load) {
+  load_all(load);
+  load_map(load);
+  load_verify_lists(load);
+}
+
+#endif
 
 }  // namespace cuda
 }  // namespace specdec

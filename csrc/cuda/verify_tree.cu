@@ -10,8 +10,9 @@
 //           one at a request, which waits for none, closes it
 //   draw    (but for the coupled rule) integer sums of the final law; a request's last block
 //           searches
-// so 5, whatever the tree. raw_logprobs adds 2, and a reduced draft vocabulary 2 that come first
-// (token_map.cuh).
+// so 5, whatever the tree. raw_logprobs adds 2, a reduced draft vocabulary 2 that come first
+// (token_map.cuh), and lists of a draft's tokens 1 that comes first and 1 after `scan`
+// (token_lists.cuh).
 //
 // A node waits at most twice for each of its children, for the law that it was drawn from and for
 // the residual after it, and a request once more at its end: fewer than 2 N sums a request. Under
@@ -26,14 +27,35 @@
 // for a decision would leave the chip idle. Writes O(rows x tiles). Numerics: as verify.cu; sums in
 // tile order, so that it does not matter which block does what, or when.
 #include "kernels.h"
-#include "token_map.cuh"
 #include "tree.cuh"
+#if SPECDEC_LISTS
+#include "token_lists.cuh"
+#else
+#include "token_map.cuh"
+#endif
 
 namespace specdec {
 namespace cuda {
 namespace {
 
 using namespace SPECDEC_CPU_ISA;
+
+// ---- lists ---
+
+#if SPECDEC_LISTS
+// The sums of the draft's rows, which are lists; scan_rows has left them out.
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+    scan_lists(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
+  begin_kernel();
+  const Unit unit = this_unit(splits);
+  const auto [b, v] = place_in(unit.index, p.nodes);
+  const int64_t place = b * s.rows + p.nodes + v;
+  const Row row = TreeRows{p, s}(place).row;
+  if (row.data == nullptr) return;
+  const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
+  scan_list(row, share.first, share.last, s.laws.summaries + place * s.tiles + share.first);
+}
+#endif
 
 // ---- races ---
 
@@ -287,12 +309,6 @@ int64_t visiting_blocks(const Gpu& gpu, const VerifyTreeParams& p, const WorkQue
   return blocks < resident ? blocks : resident;
 }
 
-// What the rows are where they are weighed.
-Elements elements_of_laws(const VerifyTreeParams& p) {
-  if (p.mask.words != nullptr || p.map.ids.data != nullptr) return Elements::kAny;
-  return elements_of(p.target, reads_draft_law(p.rule) ? p.draft : RowBatch{});
-}
-
 const auto kVisit = by_elements([](auto e) { return visit_trees<decltype(e)::value>; });
 const auto kDraw = by_elements([](auto e) { return draw_token<decltype(e)::value>; });
 
@@ -306,17 +322,25 @@ void launch_raw_logprobs(const Gpu& gpu, const VerifyTreeParams& p, const TreeSc
          RawRows{p}, raw);
 }
 
-}  // namespace
-
-void verify_tree(const VerifyTreeParams& given, const Gpu& gpu) {
-  if (given.batch == 0) return;
+void run(const VerifyTreeParams& given, const Gpu& gpu) {
   VerifyTreeParams p = given;
   Workspace workspace;
+#if SPECDEC_LISTS
+  const ListReservation lists = reserve_lists(&workspace, p);
+  const TreeScratch s = make_scratch(p, gpu, &workspace);
+  launch_lists(gpu, workspace, lists, &p);
+  launch(gpu, "open_trees", open_trees, p.batch, p, s);
+  launch_scan(gpu, TreeRows{without_lists(p), s}, s.laws, false);
+  const int64_t rows = p.batch * p.nodes, shares = splits_for(gpu, rows, s.tiles);
+  launch(gpu, "scan_lists", scan_lists, rows * shares, p, s, shares);
+  launch_finish(gpu, TreeRows{p, s}, s.laws);
+#else
   const MapReservation map = reserve_map(&workspace, p.map);
   const TreeScratch s = make_scratch(p, gpu, &workspace);
   launch_map(gpu, workspace, map, &p.map);
   launch(gpu, "open_trees", open_trees, p.batch, p, s);
   launch_laws(gpu, TreeRows{p, s}, s.laws);
+#endif
   if (s.winners != nullptr) {
     const int64_t nodes = p.batch * p.nodes, splits = splits_for(gpu, nodes, s.tiles);
     launch(gpu, "race_nodes", race_nodes, nodes * splits, p, s, splits);
@@ -329,12 +353,38 @@ void verify_tree(const VerifyTreeParams& given, const Gpu& gpu) {
   if (p.raw_logprobs) launch_raw_logprobs(gpu, p, s);
 }
 
-void load_verify_tree(const Loading& load) {
+void load_all(const Loading& load) {
   load(open_trees, race_nodes, kVisit, kDraw, write_raw_logprobs);
   load_laws<TreeRows>(load);
   load_laws<RawRows>(load);
-  load_map(load);
 }
+
+}  // namespace
+
+#if SPECDEC_LISTS
+
+void verify_tree_lists(const VerifyTreeParams& p, const Gpu& gpu) { run(p, gpu); }
+
+void load_verify_tree_lists(const Loading& load) {
+  load_all(load);
+  load(sort_lists, scan_lists);
+}
+
+#else
+
+void verify_tree(const VerifyTreeParams& p, const Gpu& gpu) {
+  if (p.batch == 0) return;
+  if (p.lists.ids.data != nullptr) return verify_tree_lists(p, gpu);
+  run(p, gpu);
+}
+
+void load_verify_tree(const Loading& load) {
+  load_all(load);
+  load_map(load);
+  load_verify_tree_lists(load);
+}
+
+#endif
 
 }  // namespace cuda
 }  // namespace specdec

@@ -60,7 +60,7 @@ struct WorkQueue {
   WorkWord* closed = nullptr;     // requests
   WorkWord* words = nullptr;      // [requests, sums], 0 while a sum is not there
   int64_t requests = 0;
-  int64_t sums = 0;  // that a request may ask for
+  int64_t sums = 0;  // that a request may ask for; 0: none, and nobody takes tickets
   int64_t splits = 1;
 };
 

@@ -64,8 +64,10 @@ PYBIND11_MODULE(_host, m) {
   using specdec::InputMatcher;
   using specdec::RepeatFinder;
   using Tokens = const std::vector<int64_t>&;
+  // module_local: a process may hold two builds of this module.
   py::class_<RepeatFinder>(m, "RepeatFinder",
-                           "The longest suffix of a growing text that occurred in it before.")
+                           "The longest suffix of a growing text that occurred in it before.",
+                           py::module_local())
       .def(py::init<int64_t>(), py::arg("max_match"))
       .def("append", &RepeatFinder::append, py::arg("tokens"))
       .def("continuation", &RepeatFinder::continuation, py::arg("count"), py::arg("min_match"),
@@ -78,7 +80,8 @@ PYBIND11_MODULE(_host, m) {
       .def_property_readonly("visits", &RepeatFinder::visits,
                              "States visited so far: what is O(1) a token.");
   py::class_<InputMatcher>(m, "InputMatcher",
-                           "The longest suffix of a growing output that occurs in an input.")
+                           "The longest suffix of a growing output that occurs in an input.",
+                           py::module_local())
       .def(py::init<Tokens>(), py::arg("input"))
       .def("append", &InputMatcher::append, py::arg("tokens"))
       .def_property_readonly("match_length", &InputMatcher::match_length)

@@ -291,6 +291,29 @@ struct Case {
     m.num_tokens = num_tokens;
     return m;
   }
+
+  // Which tokens the entries of `draft` are of, [outer, inner] rows of it.
+  TokenLists lists(const RowBatch& draft, int64_t outer, int64_t inner, int64_t num_tokens) {
+    TokenLists l;
+    l.width = draft.vocab;
+    l.rows = inner;
+    const int64_t number = draft.index.data != nullptr ? draft.num_rows : outer * inner;
+    int64_t* data = arena.make<int64_t>(number * l.width);
+    for (int64_t row = 0; row < number; ++row) {
+      const int64_t first = random.below(num_tokens);
+      for (int64_t k = 0; k < l.width; ++k) {
+        const int64_t token = k < num_tokens ? (first + k) % num_tokens : -1;
+        const bool odd = wild && random.chance(0.02);
+        data[row * l.width + k] =
+            odd ? random.pick<int64_t>({-1, -2, first, num_tokens, INT64_MAX, INT64_MIN}) : token;
+      }
+    }
+    l.ids.data = data;
+    l.ids.is_int64 = true;
+    l.ids.stride[0] = (draft.index.data != nullptr ? 1 : inner) * l.width;
+    l.ids.stride[1] = l.width;
+    return l;
+  }
 };
 
 // Runs ranges one after the other, the last one first, as any pool may.
@@ -311,6 +334,17 @@ int64_t any_vocab(Random& random) {
 }
 
 bool has(Rule rule, Trait trait) { return (kRules[static_cast<int>(rule)].traits & trait) != 0; }
+
+// As csrc/torch does: a list is read where a draft law is, and over the target's vocabulary.
+template <typename Params>
+void take_lists(Case& c, int64_t inner, Params* p) {
+  p->draft_is_probs = true;
+  p->map = TokenMap{};
+  if (has(p->rule, kReadsDraftLaw)) {
+    p->lists = c.lists(p->draft, p->batch, inner, p->target.vocab);
+  }
+  p->draft.vocab = p->target.vocab;
+}
 
 Rule any_rule(Random& random, Trait family) {
   for (;;) {
@@ -422,13 +456,16 @@ void run_verify(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   p.target = c.any_rows(p.batch, p.gamma + 1, vocab);
   p.mask = c.mask(p.batch, p.gamma + 1, (vocab + 31) / 32, vocab);
   int64_t ids = vocab;
-  if (c.random.chance(0.8)) {
+  if (c.random.chance(0.7)) {
     const int64_t width = c.random.chance(0.5) ? vocab : any_vocab(c.random);
     p.draft_is_probs = c.random.chance(0.3);
     p.draft = c.any_rows(p.batch, p.gamma, width, p.draft_is_probs);
     // As csrc/torch does: the map is dropped where no draft law is read.
     if (has(p.rule, kReadsDraftLaw)) p.map = c.map(width, vocab, vocab);
     ids = std::max(vocab, width);
+  } else if (c.random.chance(0.7)) {
+    p.draft = c.any_rows(p.batch, p.gamma, 1 + c.random.below(40), true);
+    take_lists(c, p.gamma, &p);
   }
   p.draft_tokens = c.ids(p.batch, p.gamma, [&] {
     if (c.random.chance(0.05)) return int64_t{-1};
@@ -512,7 +549,7 @@ void run_verify_tree(Case& c, const Kernels& kernels, const ThreadPool& pool) {
   p.target = c.any_rows(p.batch, p.nodes, vocab);
   p.mask = c.mask(p.batch, p.nodes, (vocab + 31) / 32, vocab);
   int64_t ids = vocab;
-  if (c.random.chance(0.8)) {
+  if (c.random.chance(0.7)) {
     const int64_t width = c.random.chance(0.5) ? vocab : any_vocab(c.random);
     p.draft_is_probs = c.random.chance(0.3);
     p.num_draft_rows = p.nodes;
@@ -528,6 +565,10 @@ void run_verify_tree(Case& c, const Kernels& kernels, const ThreadPool& pool) {
     // As csrc/torch does: the map is dropped where no draft law is read.
     if (has(p.rule, kReadsDraftLaw)) p.map = c.map(width, vocab, vocab);
     ids = std::max(vocab, width);
+  } else if (c.random.chance(0.7)) {
+    p.num_draft_rows = p.nodes;
+    p.draft = c.rows(p.batch, p.nodes, 1 + c.random.below(40), true);
+    take_lists(c, p.nodes, &p);
   }
   p.parents = any_parents(c, p.batch, p.nodes);
   p.tokens = c.ids(p.batch, p.nodes, [&] {

@@ -1,9 +1,11 @@
 #include "arguments.h"
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 #include <utility>
 
+#include "../core/rows.h"
 #include "checker.h"
 #include "outputs.h"
 
@@ -155,6 +157,12 @@ void check_draft_law(const Checker& check, const RowArguments& rows,
                     "got neither");
   check.require(logits || probs || !rows.draft_token_ids.has_value(),
                 "draft_token_ids needs draft_logits or draft_probs, got neither");
+  if (!rows.draft_probs_ids.has_value()) return;
+  check.require(probs, std::string("draft_probs_ids needs draft_probs, got ") +
+                           (logits ? "draft_logits" : "neither draft_probs nor draft_logits"));
+  check.require(!rows.draft_token_ids.has_value(),
+                "draft_probs_ids are ids of the target's tokens: expected no draft_token_ids, got "
+                "both");
 }
 
 // The rows of a chain's draft.
@@ -173,6 +181,34 @@ void check_draft_rows(const Checker& check, const Tensor& draft, const char* nam
   p->draft = dense_rows(draft);
   p->num_draft_rows = draft.size(1);
   p->children_rows = check.ids(index, index_name, "[B, N]", {p->batch, p->nodes});
+}
+
+// How many lists of tokens a request has, and how messages write the shape of their ids.
+struct ListPlaces {
+  int64_t rows;
+  const char* symbols;
+};
+
+ListPlaces list_places(const VerifyParams& p) { return {p.gamma, "[B, G, K]"}; }
+ListPlaces list_places(const VerifyTreeParams& p) { return {p.num_draft_rows, "[B, R, K]"}; }
+
+// The tokens that the draft's rows name.
+TokenLists check_lists(const Checker& check, const Tensor& probs, const Tensor& ids,
+                       const ListPlaces& places) {
+  const int64_t width = probs.size(probs.dim() - 1);
+  check.require(width <= kMaxListed,
+                "draft_probs must name at most 1024 tokens a row where draft_probs_ids is given, "
+                "got " +
+                    describe(probs));
+  TokenLists lists;
+  const char* name = "draft_probs_ids";
+  lists.ids = probs.dim() == 3 ? check.listed_ids(ids, name, places.symbols,
+                                                  {probs.size(0), probs.size(1), width})
+                               : check.listed_ids(ids, name, "[Rd, K]", {probs.size(0), width});
+  if (lists.ids.data == nullptr) lists.ids.data = kEmpty;
+  lists.width = width;
+  lists.rows = places.rows;
+  return lists;
 }
 
 // What the verifiers take beside what was drafted.
@@ -216,7 +252,14 @@ void check_verifier(const Checker& check, const VerifierArguments& given, const 
                      p->draft_is_probs ? "draft_probs" : "draft_logits", rows.draft_row_index,
                      places.draft_row_index, p);
     p->map = check_map(check, rows.draft_token_ids, p->draft.vocab, vocab);
-    if ((given.rule.traits & kReadsDraftLaw) == 0) p->map = TokenMap{};
+    if (rows.draft_probs_ids.has_value()) {
+      p->lists = check_lists(check, *rows.draft_probs, *rows.draft_probs_ids, list_places(*p));
+      p->draft.vocab = vocab;
+    }
+    if ((given.rule.traits & kReadsDraftLaw) == 0) {
+      p->map = TokenMap{};
+      p->lists = TokenLists{};
+    }
   }
   p->target_sampling = check_sampling(check, given.sampling, batch);
   p->draft_sampling = check_sampling(check, given.draft_sampling, batch, &p->target_sampling);
@@ -225,6 +268,37 @@ void check_verifier(const Checker& check, const VerifierArguments& given, const 
       std::string("rule \"") + given.rule.name + "\" needs seeds and positions, got uniforms");
   p->randomness = check_randomness(check, given.randomness, batch, places.symbols, {batch, number},
                                    (given.rule.traits & (kTakesCoins | kRaces)) != 0);
+}
+
+// Makes a rank's part of some rows the rows of a vocabulary of `vocab` entries, that begin where
+// entry 0 would lie.
+void take_part(const Checker& check, const std::string& name, int64_t rank,
+               const VerifyShardedParams& p, int64_t vocab, const OptionalTensor& tail,
+               RowBatch* rows, RowBatch* tails) {
+  const int64_t begin = std::min(p.bounds[rank], vocab);
+  const int64_t end = rank + 1 == p.count ? vocab : std::min(p.bounds[rank + 1], vocab);
+  // No operator takes rows without entries: a rank that has none brings one that nobody reads.
+  check.require(vocab >= 1 && rows->vocab == std::max(end - begin, int64_t{1}),
+                name + " must have " + std::to_string(end - begin) + " columns on rank " +
+                    std::to_string(rank) + ", got " + std::to_string(rows->vocab));
+  const int64_t bytes = rows->element == Element::kFloat32 ? 4 : 2;
+  rows->vocab = vocab;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(rows->data);
+  rows->data = reinterpret_cast<const void*>(address - static_cast<uintptr_t>(begin * bytes));
+  const int64_t tile = end / kTile * kTile;
+  const bool wanted = end > begin && tile >= begin && tile < end && end < vocab;
+  check.require(tail.has_value() == wanted, "the tail of " + name +
+                                                " must be given where a tile "
+                                                "begins here and ends elsewhere, and only there");
+  if (!wanted) return;
+  const int64_t width = std::min(vocab - tile, kTile);
+  check.require(tail->dim() >= 2 && tail->is_contiguous() && tail->size(tail->dim() - 1) == width &&
+                    element_of(*tail) == rows->element,
+                "the tail of " + name + " must be contiguous rows of " + std::to_string(width) +
+                    " entries, got " + describe(*tail));
+  *tails = dense_rows(*tail);
+  tails->index = rows->index;
+  tails->num_rows = rows->num_rows;
 }
 
 }  // namespace
@@ -305,6 +379,47 @@ VerifyCall check_verify(const Tensor& target_logits, const Tensor& draft_tokens,
                      new_output(target_logits, {batch, gamma}, &p.accept_probs),
                      new_output(target_logits, {batch}, &p.status)};
   return {p, std::move(outputs)};
+}
+
+VerifyShardedCall check_verify_sharded(
+    const Tensor& target_logits, const Tensor& draft_tokens, const RowArguments& rows,
+    const OptionalTensor& draft_kinds, const OptionalTensor& draft_lengths,
+    const RandomnessArguments& randomness, const SamplingArguments& sampling,
+    const SamplingArguments& draft_sampling, const std::string& rule, double lenience, int64_t beta,
+    double tau, double epsilon, double delta, bool full_accept_probs, bool raw_logprobs,
+    const OptionalTensor& target_tail, const OptionalTensor& draft_tail, const Tensor& bounds,
+    int64_t rank, int64_t draft_vocab, int64_t exchange) {
+  const Checker check("verify_sharded", target_logits);
+  check.require(!rows.draft_token_ids.has_value(),
+                "draft_token_ids needs all of a vocabulary in one place: it is none of a shard's");
+  check.require(!rows.draft_probs_ids.has_value(),
+                "draft_probs_ids needs all of a vocabulary in one place: it is none of a shard's");
+  RowArguments parts = rows;
+  parts.allowed_mask = std::nullopt;  // that of the whole vocabulary
+  VerifyCall local = check_verify(target_logits, draft_tokens, parts, draft_kinds, draft_lengths,
+                                  randomness, sampling, draft_sampling, rule, lenience, beta, tau,
+                                  epsilon, delta, full_accept_probs, raw_logprobs);
+  VerifyShardedParams p;
+  p.verify = local.params;
+  p.exchange = exchange;
+  p.rank = rank;
+  p.bounds = check.longs(bounds, "bounds", {-1}).data;
+  p.count = bounds.size(0) - 1;
+  check.require(p.count >= 1 && bounds.stride(0) == 1 && p.bounds[0] == 0,
+                "bounds must be [W + 1] without gaps, from 0 on, got " + describe(bounds));
+  check.in_range("rank", rank, 0, p.count);
+  for (int64_t r = 0; r < p.count; ++r) {
+    check.require(p.bounds[r] <= p.bounds[r + 1], "bounds must not decrease");
+  }
+  const int64_t vocab = p.bounds[p.count];
+  take_part(check, "target_logits", rank, p, vocab, target_tail, &p.verify.target, &p.target_tail);
+  if (p.verify.draft.data != nullptr) {
+    take_part(check, "the draft's rows", rank, p, draft_vocab, draft_tail, &p.verify.draft,
+              &p.draft_tail);
+  }
+  p.verify.mask = check_mask(check, rows.allowed_mask, "[B, G+1, ceil(V/32)]",
+                             {p.verify.batch, p.verify.gamma + 1, words_for(vocab)}, vocab);
+  return {p, std::move(local.outputs)};
 }
 
 VerifyTreeCall check_verify_tree(const Tensor& target_logits, const Tensor& tokens,

@@ -30,6 +30,8 @@ struct Call {
 using RowLawCall = Call<RowLawParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using SampleCall = Call<SampleParams, std::tuple<Tensor, Tensor>>;
 using VerifyCall = Call<VerifyParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>>;
+using VerifyShardedCall =
+    Call<VerifyShardedParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using VerifyTreeCall =
     Call<VerifyTreeParams, std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using AcceptanceCall = Call<AcceptanceParams, Tensor>;
@@ -68,14 +70,14 @@ inline constexpr bool is_group<SamplingArguments> = true;
 
 // The draft's rows, and which rows, tokens and entries count.
 struct RowArguments {
-  OptionalTensor draft_logits, draft_probs, target_rows;
+  OptionalTensor draft_logits, draft_probs, draft_probs_ids, target_rows;
   OptionalTensor draft_row_index;  // draft_rows of a chain, children_rows of a tree
   OptionalTensor allowed_mask, draft_token_ids;
 
   template <typename Visit>
   void each(Visit visit) {
-    visit(draft_logits), visit(draft_probs), visit(target_rows), visit(draft_row_index);
-    visit(allowed_mask), visit(draft_token_ids);
+    visit(draft_logits), visit(draft_probs), visit(draft_probs_ids), visit(target_rows);
+    visit(draft_row_index), visit(allowed_mask), visit(draft_token_ids);
   }
 };
 template <>
@@ -111,6 +113,17 @@ VerifyCall check_verify(const Tensor& target_logits, const Tensor& draft_tokens,
                         const SamplingArguments& sampling, const SamplingArguments& draft_sampling,
                         const std::string& rule, double lenience, int64_t beta, double tau,
                         double epsilon, double delta, bool full_accept_probs, bool raw_logprobs);
+
+// Of a rank's part of the rows: `bounds` [W + 1] say where all ranks' parts begin and end, the last
+// being V; the tails hold the rest of a tile that begins here and ends elsewhere.
+VerifyShardedCall check_verify_sharded(
+    const Tensor& target_logits, const Tensor& draft_tokens, const RowArguments& rows,
+    const OptionalTensor& draft_kinds, const OptionalTensor& draft_lengths,
+    const RandomnessArguments& randomness, const SamplingArguments& sampling,
+    const SamplingArguments& draft_sampling, const std::string& rule, double lenience, int64_t beta,
+    double tau, double epsilon, double delta, bool full_accept_probs, bool raw_logprobs,
+    const OptionalTensor& target_tail, const OptionalTensor& draft_tail, const Tensor& bounds,
+    int64_t rank, int64_t draft_vocab, int64_t exchange);
 
 VerifyTreeCall check_verify_tree(const Tensor& target_logits, const Tensor& tokens,
                                  const Tensor& parents, const RowArguments& rows,

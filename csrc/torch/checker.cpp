@@ -205,6 +205,13 @@ IdArray Checker::ids(const std::optional<Tensor>& t, const char* name, const cha
   return array;
 }
 
+IdArray Checker::listed_ids(const Tensor& t, const char* name, const char* symbols,
+                            Shape shape) const {
+  const IdArray array = ids(t, name, symbols, shape);
+  unit_stride(t, name, symbols);
+  return array;
+}
+
 template <typename T>
 Array<T> Checker::array(const std::optional<Tensor>& t, const char* name, const char* symbols,
                         const char* type_name, ScalarType type, Shape shape) const {

@@ -52,6 +52,7 @@ class Checker {
   // Optional arguments come back as empty arrays where absent.
   IdArray ids(const std::optional<Tensor>& t, const char* name, const char* symbols,
               Shape shape) const;
+  IdArray listed_ids(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
   Array<float> floats(const std::optional<Tensor>& t, const char* name, Shape shape) const;
   Array<double> doubles(const std::optional<Tensor>& t, const char* name, const char* symbols,
                         Shape shape) const;

@@ -12,7 +12,7 @@ void run_nothing(const Call&) {}
 }  // namespace
 }  // namespace specdec
 
-STABLE_TORCH_LIBRARY_IMPL(specdec, CompositeExplicitAutograd, m) {
+SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CompositeExplicitAutograd, m) {
   using namespace specdec;
 #define SPECDEC_IMPLEMENT(name, Name) \
   m.impl("_prepare_" #name, Operator<check_##name, run_nothing<Name##Call>>::boxed);

@@ -13,8 +13,9 @@
 
 #include "arguments.h"
 
-// The namespace of the operators. Tests register the same schemas and checks once more, with other
-// kernels behind them, under another name: see csrc/testing.
+// The namespace of the operators. torch ends the process where one operator is defined twice:
+// builds that are to be loaded beside others have a name of their own (CMakeLists.txt, `hub`), and
+// so have the tests' kernels (csrc/testing).
 #ifndef SPECDEC_NAMESPACE
 #define SPECDEC_NAMESPACE specdec
 #endif

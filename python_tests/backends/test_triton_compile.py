@@ -139,6 +139,13 @@ elif extent == "masks and maps":
     operators.verify_tree(**case.inputs, **masked)
     operators.sample(row[:, :999], domain=3, draft_token_ids=ids, **at)
     operators.sample(row[:, :999], allowed_mask=words, draft_token_ids=ids, **at, **filters)
+elif extent == "lists":
+    verify("block", dtype=bf16, draft="lists", packed=True, allowed_mask=True)
+    verify("token", draft="lists", id_dtype=i32)
+    case = make_tree_case(0, batch=2, nodes=9, vocab=2048, draft="probs", dtype=bf16)
+    top = case.inputs["draft_probs"].topk(7)
+    case = case.replace(draft_probs=top.values, draft_probs_ids=top.indices)
+    operators.verify_tree(**case.inputs)
 elif extent == "attention":
     mla = dict(key_heads=1, value_size=512, page=64)
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -191,6 +198,7 @@ TARGETS = [
     ("cuda", "90", "32", "every kernel"),
     ("cuda", "90", "32", "more variants"),
     ("cuda", "90", "32", "masks and maps"),
+    ("cuda", "90", "32", "lists"),
     ("cuda", "90", "32", "attention"),
     ("cuda", "80", "32", "attention"),
     ("cuda", "86", "32", "attention"),

@@ -145,6 +145,11 @@ CALLS: dict[str, dict[str, Any]] = {
         }
     },
     "processed": {"logprobs": seeded({"temperature": 0.7, "top_k": 3, "logprobs": 3})},
+    "rules": {
+        "greedy": same({"temperature": 0}),
+        "first": seeded(SAMPLED),
+        "unfiltered": seeded({"temperature": 0.8}),
+    },
     "law": {
         name: same({**params, "max_tokens": 4}, [LAW_PROMPT] * LAW_REQUESTS)
         for name, params in LAWS.items()
@@ -329,6 +334,37 @@ def test_a_wrong_temperature_is_seen(models):
         assert p_value(result[name]["tokens"], exact_law(models, name)) < ALPHA, name
 
 
+# --- the other rules, where their parameters make known what they do ------------------------------
+
+
+@pytest.mark.parametrize("rule", ["greedy", "top_beta,beta=1"])
+def test_greedy_rules_are_greedy_at_any_temperature(models, rule):
+    plain = run(models, "", "none", "greedy")["plain"]["tokens"]
+    ours = run(models, rule, "draft", "rules")
+    assert ours["first"]["accepted"] > 0
+    for name in ("greedy", "first", "unfiltered"):
+        assert ours[name]["tokens"] == plain, name
+
+
+def test_lenience_of_one_is_the_token_rule(models):
+    exact = run(models, "token", "drawn", "rules")
+    ours = run(models, "lenient,lenience=1", "drawn", "rules")
+    lenient = run(models, "lenient,lenience=0.1", "drawn", "rules")
+    assert ours["greedy"]["tokens"] == run(models, "", "none", "greedy")["plain"]["tokens"]
+    assert lenient["greedy"]["tokens"] != ours["greedy"]["tokens"]
+    for name in ("first", "unfiltered"):
+        assert ours[name]["tokens"] == exact[name]["tokens"], name
+        assert lenient[name]["tokens"] != exact[name]["tokens"], name
+
+
+def test_typical_acceptance_obeys_its_threshold(models):
+    """p > min(epsilon, delta * exp(-entropy)): nothing is above 1, nearly everything above 0."""
+    none = run(models, "typical,epsilon=1,delta=1e30", "drawn", "rules")["unfiltered"]
+    all_of_them = run(models, "typical,epsilon=1e-9", "drawn", "rules", gamma=4)["unfiltered"]
+    assert none["drafts"] > 0 and none["accepted"] == 0
+    assert all_of_them["accepted"] >= 3.5 * all_of_them["drafts"]
+
+
 # --- processes ------------------------------------------------------------------------------------
 
 
@@ -428,6 +464,48 @@ def test_the_benchmark_runs(tmp_path):
     record = json.loads((tmp_path / "record.json").read_text())
     assert [line["what"] for line in record["records"]] == ["overhead"] + 4 * ["sampler"]
     assert all(line["ours_ms"] > 0 for line in record["records"])
+
+
+LAWS_OF_CARRIED_KERNELS = """
+import sys
+import torch
+import triton.language as tl
+import vllm
+from triton.language.extra import libdevice
+sys.path.insert(0, sys.argv[1])  # benchmarks
+from gpu import bench, peers
+# The interpreter has no libdevice.
+libdevice.log1p = lambda x: tl.log(1.0 + x)
+assert vllm.__file__.startswith(sys.argv[2]), vllm.__file__
+cpu = torch.device("cpu")
+n, asked = 150, peers.Sampling(0.8)  # its filters' kernel is beyond the interpreter
+for drafter in bench.DRAFTERS:
+    inputs, p, alpha = bench.law_inputs(drafter, asked, n, 8, cpu)
+    before = inputs.target.clone()
+    verify = peers.verifier("vllm", asked, (n, 2, 8), cpu)
+    print(drafter, bench.check_law(verify, inputs, p, alpha))
+    assert torch.equal(inputs.target, before)
+# The control: what is asked for is done.
+try:
+    bench.check_law(peers.verifier("vllm", peers.Sampling(4.0), (n, 2, 8), cpu), inputs, p, alpha)
+except AssertionError as error:
+    print("control:", error)
+"""
+
+
+def test_kernels_taken_out_of_vllm_run_without_it(tmp_path):
+    """What benchmarks/gpu times as vLLM's sampler: its own files, and the law of its tokens."""
+    benchmarks = vllm_process.ROOT / "benchmarks"
+    subprocess.run([sys.executable, benchmarks / "gpu" / "carry_vllm.py", tmp_path], check=True)
+    paths = os.pathsep.join([str(tmp_path), str(vllm_process.ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", LAWS_OF_CARRIED_KERNELS, benchmarks, tmp_path],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.count("first token TV") == 2 and "control: " in done.stdout
 
 
 # --- the V2 model runner --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIR = ROOT / "specdec_ext" / "assets" / "stdlib-pair"
+PAIR = ROOT / "benchmarks" / "pair" / "package" / "specdec_ext_pair" / "stdlib-pair"
 
 #: Set before vLLM is imported; a process's environment may say otherwise.
 ENVIRONMENT = {

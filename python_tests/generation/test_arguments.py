@@ -71,6 +71,10 @@ NUMBERS = {
     "top_k": [2, 3],
     "top_p": [0.5, 0.75],
     "min_p": [0.5, 0.25],
+    "draft_temperature": [0.5, 2.0],
+    "draft_top_k": [2, 3],
+    "draft_top_p": [0.5, 0.75],
+    "draft_min_p": [0.5, 0.25],
 }
 
 
@@ -182,6 +186,10 @@ LEGAL = {
 }  # fmt: skip
 
 
+for _name in ("temperature", "top_k", "top_p", "min_p"):
+    LEGAL[f"draft_{_name}"] = LEGAL[_name]
+
+
 @pytest.mark.parametrize("name", LEGAL)
 def test_hostile_values_are_refused_by_name_before_a_model_runs(models, name):
     legal = [repr(value) for value in LEGAL[name]]
@@ -189,6 +197,7 @@ def test_hostile_values_are_refused_by_name_before_a_model_runs(models, name):
         "max_new_tokens": [-1, 2**62 + 1, [3, -1]],
         "gamma": [-1, 65_535, FixedGamma, SimpleNamespace(lengths=list)],
         "temperature": [-1.0, 1e39, [1.0, math.nan]],
+        "draft_temperature": [-1.0, 1e39, [1.0, math.nan]],
         "beta": [0],
         "stop_sequences": [[[]], [3, 3], ["ab"], "ab"],
         "stop_strings": [[""], ["a", 3]],

@@ -29,6 +29,7 @@ DRAWS_BY_ROW = 3_000  # of the drafters that build a row for each token
 #: Each is given a model to draft with, the vocabulary, and the batch's size.
 DRAFTERS = {
     "lookup": lambda draft, v, b: LookupDrafter(),
+    "lookup, inputs": lambda draft, v, b: LookupDrafter([[3, 1, 2, 0, 1, 2]] * b),
     "aggressive": lambda draft, v, b: AggressiveDrafter([[3, 1, 2, 0, 1, 2]] * b),
     "aggressive prompt": lambda draft, v, b: AggressiveDrafter(),
     "uniform": lambda draft, v, b: UniformDrafter(v),
@@ -247,6 +248,26 @@ def test_padding_is_no_text():
     drafter = LookupDrafter()
     positions = start(drafter, [[8, 8, 7, 8], [8, 8, 7, 8]], mask=mask)
     assert drafter.propose(2, positions).tokens.tolist() == [[-1, -1], [7, 8]]
+
+
+def test_lookup_reads_its_inputs_before_the_prompts():
+    """What is proposed is what it would be if the input were part of the prompt."""
+    inputs = [[5, 6, 7, 8, 5, 6], [9, 1, 9, 2]]
+    prompts = [[0, 7], [0, 9]]
+    given, whole = LookupDrafter(inputs), LookupDrafter()
+    positions = start(given, prompts)
+    start(whole, [[5, 6, 7, 8, 5, 6, 0, 7], [3, 3, 9, 1, 9, 2, 0, 9]])
+    for tokens in ([[8, 5], [2, 0]], [[5, 6], [9, 1]]):
+        found, expected = (drafter.propose(3, positions).tokens for drafter in (given, whole))
+        assert torch.equal(found, expected) and found.shape[1] > 0
+        for drafter in (given, whole):
+            commit(drafter, tokens, [1, 1])
+    # A request that ends takes its input along.
+    given.select(torch.tensor([1]), [1])
+    whole.select(torch.tensor([1]), [1])
+    assert torch.equal(
+        given.propose(3, positions[1:]).tokens, whole.propose(3, positions[1:]).tokens
+    )
 
 
 def test_aggressive_realigns_where_a_suffix_is_unique():
@@ -487,8 +508,15 @@ class FirstRowOnly(UniformDrafter):
         (
             lambda: start(AggressiveDrafter([[1]]), [[1], [2]]),
             ValueError,
-            "inputs must be those of 2 requests, got 1",
+            "AggressiveDrafter: inputs must be those of 2 requests, got 1",
         ),
+        (
+            lambda: start(LookupDrafter([[1]]), [[1], [2]]),
+            ValueError,
+            "LookupDrafter: inputs must be those of 2 requests, got 1",
+        ),
+        (lambda: LookupDrafter(3), TypeError, "LookupDrafter: inputs must be sequences"),
+        (lambda: LookupDrafter([[-1]]), ValueError, "LookupDrafter: ids of input 0"),
     ],
 )
 def test_arguments_are_named_in_errors(make, error, text):

@@ -23,6 +23,7 @@ from transformers import (
 
 import specdec_ext
 from specdec_ext import hf
+from specdec_ext.decoding import AggressiveDrafter, LookupDrafter
 from specdec_ext.decoding.decoder_positions import ToldPositions
 from specdec_ext.decoding.encoder_decoder import EncodedModel, encoded
 
@@ -142,6 +143,30 @@ def check_greedy(name, lengths, wrapped=None):
 @pytest.mark.parametrize("lengths", [[7], LENGTHS], ids=["one", "batch"])
 def test_greedy_equals_plain_decoding(name, lengths):
     check_greedy(name, lengths)
+
+
+@pytest.mark.parametrize("drafter", [AggressiveDrafter, LookupDrafter])
+@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+@torch.inference_mode()
+def test_drafters_that_read_the_encoders_input(name, drafter):
+    """Each is told a source that the output repeats; another row's is of less use."""
+    target, _ = models(name)
+    inputs = inputs_of(name)
+    expected = [plain(target, inputs, b)[:13] for b in range(len(LENGTHS))]
+    sources = [row[1:] for row in expected]
+
+    def run(draft):
+        found, statistics = specdec_ext.generate(
+            encoded(target, **inputs), draft, start(len(LENGTHS)), max_new_tokens=12, gamma=12
+        )
+        for row, right in zip(found.tolist(), expected, strict=True):
+            assert row[: len(right)] == right and not any(row[len(right) :])
+        return statistics
+
+    told, others = (run(drafter(s)) for s in (sources, sources[1:] + sources[:1]))
+    assert told.accepted > others.accepted
+    if drafter is AggressiveDrafter:
+        assert told.rounds == 1
 
 
 @pytest.mark.parametrize("name", ["bart", "marian"])

@@ -113,6 +113,32 @@ def test_draft_probs(backend, rule):
     check(backend, law_of(backend, rule, seed=9, as_probs=True))
 
 
+def by_lists(verify, number):
+    """Pass the draft's laws as lists of their `number` likeliest tokens, the ids shuffled."""
+
+    def call(draft_probs, **inputs):
+        top = draft_probs.topk(number, -1)
+        ids, values = top.indices.flip(-1), top.values.flip(-1)
+        return verify(**inputs, draft_probs=values, draft_probs_ids=ids)
+
+    return call
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize(
+    "options", [{}, dict(temperature=0.7, top_p=0.9), dict(kinds=(0, 1))], ids=str
+)
+def test_lists_of_draft_tokens(backend, rule, options):
+    # The draft knows two of four tokens at every step.
+    target, draft = toy_models(27, 4, 2)
+    drawn = [filtered_law(table, top_k=2) for table in draft]
+    law = exact_law(
+        by_lists(backend.verify, 2), target, drawn=drawn, as_probs=True, rule=rule, **options
+    )
+    check(backend, law)
+    assert law.mean_accepted > 0.3
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_draft_probs_under_target_filters(backend, rule):

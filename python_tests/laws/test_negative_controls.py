@@ -726,6 +726,24 @@ def test_entries_taken_for_target_ids(backend):
     assert right.tv < backend.tv
 
 
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_probabilities_beside_other_ids_of_a_list(backend, rule):
+    # As a drafter does that sorts one of the two. In the first order the law is right.
+    target, draft = toy_models(12, 4, 1)
+    drawn = [filtered_law(table, top_k=3) for table in draft]
+
+    def law(order):
+        def verify(draft_probs, **inputs):
+            top = draft_probs.topk(3, -1)
+            given = dict(draft_probs=top.values, draft_probs_ids=top.indices[..., order])
+            return backend.verify(**inputs, **given)
+
+        return exact_law(verify, target, drawn=drawn, as_probs=True, rule=rule)
+
+    assert law([2, 1, 0]).tv > BIAS
+    assert law([0, 1, 2]).tv < backend.tv
+
+
 ALLOWED = [torch.tensor([True, False, True, True]), torch.ones(4, 4, dtype=torch.bool)]
 
 

@@ -27,6 +27,7 @@ VERIFY_SAMPLES = {
     "masks": dict(allowed_mask=True),
     "reduced vocabulary": dict(draft_vocab=9, draft_token_ids=True, allowed_mask=True),
     "probs": dict(draft="probs"),
+    "lists": dict(draft="lists"),
     "no draft law": dict(draft="none"),
     "kinds": dict(kinds="mixed"),
     "draft filters": dict(draft_filters=True),
@@ -51,6 +52,9 @@ def fully_accepted(case):
     if "target_rows" in case.inputs:
         rows = rows[case.inputs["target_rows"]]
     case = case.replace(draft_tokens=rows[:, :-1].argmax(2), draft_lengths=None)
+    if "draft_probs_ids" in case.inputs:
+        named = case.inputs["draft_tokens"][..., None]
+        case = case.replace(draft_probs=torch.ones(named.shape), draft_probs_ids=named)
     return case if "seeds" in case.inputs else case.replace(uniforms=case.inputs["uniforms"] * 0)
 
 
@@ -121,6 +125,13 @@ def test_fullgraph_equals_eager(rule):
     for seed in range(3):
         inputs = tensors_of(make_case(seed, batch=4, vocab=33, philox=True, draft_filters=True))
         assert_same(compiled(inputs, rule), decode_step(inputs, rule))
+
+
+def test_lists_of_draft_tokens_in_a_graph():
+    torch.compiler.reset()
+    compiled = torch.compile(decode_step, fullgraph=True, backend="aot_eager")
+    inputs = tensors_of(make_case(6, batch=4, vocab=33, draft="lists"))
+    assert_same(compiled(inputs, "block"), decode_step(inputs, "block"))
 
 
 def test_inductor_equals_eager():
@@ -230,6 +241,21 @@ def test_export(rule):
     assert_same(program.module()(*args), module(*args))
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert torch.ops.specdec.verify.default in targets
+
+
+class ListVerifier(torch.nn.Module):
+    """`verify` with the draft's laws as lists."""
+
+    def forward(self, target, tokens, probs, ids, uniforms):
+        given = dict(draft_probs=probs, draft_probs_ids=ids, uniforms=uniforms)
+        return specdec_ext.verify(target, tokens, **given)
+
+
+def test_export_of_lists():
+    inputs = make_case(8, batch=3, gamma=2, draft="lists").inputs
+    names = ("target_logits", "draft_tokens", "draft_probs", "draft_probs_ids", "uniforms")
+    args, module = tuple(inputs[name] for name in names), ListVerifier()
+    assert_same(torch.export.export(module, args).module()(*args), module(*args))
 
 
 def test_export_with_dynamic_shapes(tmp_path):

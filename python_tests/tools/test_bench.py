@@ -315,7 +315,7 @@ def test_table_of_tree_attention(monkeypatch):
     assert right and record["ratio"] > 0 and record["bar"] == 1.0
     cells = bench_trees.table([record]).splitlines()[2].split("|")
     assert setting.label() in cells[1] and cells[4].strip() == "-"
-    assert cells[6].strip() == ("PASS" if record["ratio"] >= 1.0 else "FAIL")
+    assert cells[7].strip() == ("PASS" if record["ratio"] >= 1.0 else "FAIL")
     assert [s.dtype for s in bench_trees.grid(True, torch.device("cuda"))] == ["bfloat16"] * 5
 
 

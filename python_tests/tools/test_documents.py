@@ -150,9 +150,14 @@ def fault_of_command(words: list[str]) -> str | None:
     if program == "vllm":  # that the server takes these is python_tests/engines' affair
         config = rest[rest.index("--speculative-config") + 1]
         return None if rest[0] == "serve" and json.loads(config) else f"vllm {rest[0]}?"
+    if program == "torchrun":
+        path = next((word for word in rest if word.endswith(".py")), "")
+        return None if path and (ROOT / path).exists() else f"no file {path}"
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        return next((f"no target {word}" for word in rest if word not in targets), None)
+        variables = re.findall(r"^(\w+) *[:?]?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        known = {*targets, *variables}
+        return next((f"no {word}" for word in rest if word.partition("=")[0] not in known), None)
     if program == "pip":
         return fault_of_pip(rest)
     if program == "python" and rest[:2] == ["-m", "specdec_ext"]:
@@ -187,6 +192,10 @@ def fault_of_pip(words: list[str]) -> str | None:
     for word in words[1:]:
         if word.startswith("-") or word in (".", "dist"):
             continue
+        if word.startswith("./"):
+            if not (ROOT / word / "pyproject.toml").is_file():
+                return f"no package in {word}"
+            continue
         extras = re.fullmatch(r"\.\[([\w,]+)\]", word)
         if extras:
             for extra in extras[1].split(","):
@@ -213,6 +222,7 @@ def test_shell_commands_exist(document):
         "python -m specdec_ext demo --juggle",
         "python benchmarks/bench_nothing.py",
         "python benchmarks/bench_verify.py --juggle",
+        "torchrun --nproc-per-node 2 examples/nothing.py",
         "frobnicate",
     ],
 )

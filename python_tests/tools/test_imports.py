@@ -80,6 +80,32 @@ def test_there_is_no_circle():
     assert circle(PACKAGE) == []
 
 
+def absolute_imports(package: Path) -> list[str]:
+    """Give the lines that import the package by its name: under another name they do not work."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            if package.name in {name.partition(".")[0] for name in names}:
+                found.append(f"{path.name}:{node.lineno}")
+    return found
+
+
+def test_imports_of_the_package_itself_are_relative():
+    assert absolute_imports(PACKAGE) == []
+
+
+@pytest.mark.parametrize("line", ["import p.two", "from p import two", "def f():\n import p"])
+def test_an_absolute_import_is_found(tmp_path, line):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "one.py").write_text(f"from . import q\nimport port\n{line}\n")
+    assert len(absolute_imports(tmp_path / "p")) == 1
+
+
 def test_the_ground_floor_imports_nothing_of_the_package():
     assert imports("specdec_ext.contract", modules(PACKAGE)) == set()
 

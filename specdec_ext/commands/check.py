@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext import reference
-from specdec_ext.commands.frame import (
+from .. import reference
+from ..contract import GREEDY_BELOW
+from .frame import (
     add_generation_arguments,
     add_json_argument,
     add_pair_arguments,
@@ -26,8 +27,7 @@ from specdec_ext.commands.frame import (
     command,
     print_json,
 )
-from specdec_ext.commands.pair import Pair, Prompt, left_padded, load_named
-from specdec_ext.contract import GREEDY_BELOW
+from .pair import Pair, Prompt, left_padded, load_named
 
 LOSSLESS, PRECISION, BUG = "lossless", "tie or precision", "bug"
 
@@ -133,7 +133,7 @@ def _decode(
     pair: Pair, prompts: list[Prompt], temperature: float, gamma: int, args: argparse.Namespace
 ) -> list[list[int]]:
     """Return the new tokens of each prompt; gamma 0 is plain decoding."""
-    from specdec_ext.decoding import stream
+    from ..decoding import stream
 
     ids, mask = left_padded([prompt.ids[0] for prompt in prompts])
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -190,7 +190,7 @@ def _ask_again(target: Any, text: Tensor) -> tuple[Tensor, float]:
     One call on the whole text, beside calls on some of its last tokens over a cache, as decoding
     makes them.
     """
-    from specdec_ext.decoding.hosting import host_model
+    from ..decoding.hosting import host_model
 
     whole = target(input_ids=text).logits[0, -1].double().cpu()
     difference = 0.0

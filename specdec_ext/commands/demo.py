@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.commands.frame import (
+from ..contract import GREEDY_BELOW, rule_names
+from ..theory import acceptance_rate, walltime_factor
+from .frame import (
     add_generation_arguments,
     add_json_argument,
     add_pair_arguments,
@@ -27,13 +29,11 @@ from specdec_ext.commands.frame import (
     command,
     print_json,
 )
-from specdec_ext.commands.page import ACCEPTED, REPLACED, TARGET, Page
-from specdec_ext.commands.pair import PAIR, Pair, Prompt, load_named
-from specdec_ext.contract import GREEDY_BELOW, rule_names
-from specdec_ext.theory import acceptance_rate, walltime_factor
+from .page import ACCEPTED, REPLACED, TARGET, Page
+from .pair import Pair, Prompt, find_pair, load_named
 
 if TYPE_CHECKING:
-    from specdec_ext.decoding import Burst, Statistics
+    from ..decoding import Burst, Statistics
 
 __all__ = ["add_arguments", "run"]
 
@@ -140,7 +140,7 @@ def _generate(
     on_round: Callable[[list[Burst]], None] | None = None,
 ) -> tuple[list[int], Statistics]:
     """Return the new tokens and their statistics."""
-    from specdec_ext.decoding import generate
+    from ..decoding import generate
 
     sequences, statistics = generate(
         pair.target,
@@ -482,8 +482,8 @@ def _report(
     """Return what the page says, for programs."""
     return {
         "settings": {
-            "target": args.target or str(PAIR / "target"),
-            "draft": args.draft or str(PAIR / "draft"),
+            "target": args.target or str(find_pair() / "target"),
+            "draft": args.draft or str(find_pair() / "draft"),
             "rule": args.rule,
             "gamma": args.gamma,
             "temperature": args.temperature,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from specdec_ext.decoding.checks import integer, number_in
-from specdec_ext.decoding.policies import MOST_DRAFTED
+from ..decoding.checks import integer, number_in
+from ..decoding.policies import MOST_DRAFTED
 
 __all__ = [
     "REFUSALS",
@@ -73,7 +73,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> No
     parser.add_argument(
         "--target",
         metavar="PATH",
-        help=f"{purpose}a local Hugging Face checkpoint (default: the pair shipped here)",
+        help=f"{purpose}a local Hugging Face checkpoint (default: that of specdec-ext-pair)",
     )
     parser.add_argument("--draft", metavar="PATH", help="a smaller one over the same tokens")
 

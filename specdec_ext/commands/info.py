@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+from pathlib import Path
 
 import torch
 
-import specdec_ext
-from specdec_ext import backend
-from specdec_ext.commands.frame import command
+from .. import __version__, backend
+from .._ops import NAMESPACE
+from .frame import command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,13 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def describe() -> list[tuple[str, str]]:
     """List what there is to say as (label, value)."""
-    from specdec_ext._host import build_info
+    from .._host import build_info
 
     build = build_info()
     cuda = f"CUDA {build['torch_cuda']}" if build["torch_cuda"] else "no CUDA"
     forced = " (SPECDEC_CPU_CAPABILITY)" if "SPECDEC_CPU_CAPABILITY" in os.environ else ""
     rows = [
-        ("specdec_ext", specdec_ext.__version__),
+        ("specdec_ext", __version__),
+        ("in", str(Path(__file__).parents[1])),
+        ("operators", f"torch.ops.{NAMESPACE}"),
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         (

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.commands.frame import check_device, first_line
+from .frame import check_device, first_line
 
-__all__ = ["PAIR", "Pair", "Prompt", "find_prompts", "left_padded", "load_named", "load_pair"]
+__all__ = ["Pair", "Prompt", "find_pair", "find_prompts", "left_padded", "load_named", "load_pair"]
 
-PAIR = Path(__file__).parents[1] / "assets" / "stdlib-pair"
+#: Where the package specdec_ext_pair lies in a checkout.
+IN_A_CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "pair" / "package" / "specdec_ext_pair"
 PROMPT_TOKENS = 160
 PROMPTS = 8
 
@@ -57,19 +58,52 @@ def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def find_pair() -> Path:
+    """Find the pair of models that the demo runs: the checkout's, else the installed package's.
+
+    Returns
+    -------
+    Path
+        A folder with ``target``, ``draft``, ``tokenizer`` and ``pair.json``.
+
+    Raises
+    ------
+    ImportError
+        This is no checkout, and the package specdec-ext-pair is not installed.
+
+    Examples
+    --------
+    >>> from specdec_ext.commands.pair import find_pair
+    >>> sorted(path.name for path in find_pair().iterdir() if path.is_dir())
+    ['draft', 'target', 'tokenizer']
+    """
+    in_a_checkout = IN_A_CHECKOUT / "stdlib-pair"
+    if in_a_checkout.is_dir():
+        return in_a_checkout
+    try:
+        from specdec_ext_pair import PAIR
+    except ImportError as error:
+        raise ImportError(
+            "the demo's models are a package of their own, and it is not installed: pip install "
+            "specdec-ext-pair (from a checkout: pip install ./benchmarks/pair/package), or give "
+            "--target and --draft"
+        ) from error
+    pair: Path = PAIR
+    return pair
+
+
 def load_pair(
     target_path: str | None = None, draft_path: str | None = None, device: str = "cpu"
 ) -> Pair:
-    """Load two checkpoints over the same tokens; those shipped here where none are named."""
+    """Load two checkpoints over the same tokens; those of `find_pair` where none are named."""
     if (target_path is None) != (draft_path is None):
         raise ValueError("--target and --draft go together")
     shipped = target_path is None
-    target = PAIR / "target" if target_path is None else Path(target_path)
-    draft = PAIR / "draft" if draft_path is None else Path(draft_path)
+    target = find_pair() / "target" if target_path is None else Path(target_path)
+    draft = find_pair() / "draft" if draft_path is None else Path(draft_path)
     for folder in (target, draft):
         if not folder.is_dir():
-            hint = "; give --target and --draft" if shipped else ""
-            raise ValueError(f"no checkpoint at {folder}{hint}")
+            raise ValueError(f"no checkpoint at {folder}")
     try:
         import transformers
     except ImportError as error:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from specdec_ext import theory
-from specdec_ext.commands.frame import (
+from .. import theory
+from .frame import (
     add_json_argument,
     add_pair_arguments,
     command,
     print_json,
 )
-from specdec_ext.commands.pair import load_named
+from .pair import load_named
 
 __all__ = ["CHARTS", "Call", "Chart", "Curve", "Trace", "add_arguments", "record", "run"]
 
@@ -195,7 +195,7 @@ def record(target: Any, draft: Any, input_ids: Tensor, gamma: int, tokens: int) 
     -------
     Trace
     """
-    from specdec_ext.decoding import generate
+    from ..decoding import generate
 
     calls: list[Call] = []
     begun = 0.0

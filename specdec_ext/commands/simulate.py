@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext import theory
-from specdec_ext.commands.frame import add_json_argument, check_temperature, command, print_json
-from specdec_ext.contract import rule_names
-from specdec_ext.decoding.checks import integer, number_in
+from .. import theory
+from ..contract import rule_names
+from ..decoding.checks import integer, number_in
+from .frame import add_json_argument, check_temperature, command, print_json
 
 #: Rules whose accept_probs coins can be integrated out of. In a race none stand for the noise, and
 #: "greedy" is T = 0.

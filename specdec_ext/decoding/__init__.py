@@ -1,17 +1,17 @@
 """The generation loop: `generate`, its statistics, the drafters and the gamma policies."""
 
-from specdec_ext.decoding.chain_generation import Burst, Generated, GenerationError
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import Draft, Drafter, NoDrafter, Requests
-from specdec_ext.decoding.drafters.aggressive import AggressiveDrafter
-from specdec_ext.decoding.drafters.early_exit import EarlyExitDrafter
-from specdec_ext.decoding.drafters.hierarchy import HierarchicalDrafter
-from specdec_ext.decoding.drafters.lookup import LookupDrafter
-from specdec_ext.decoding.drafters.ngram import NgramDrafter
-from specdec_ext.decoding.drafters.stacked import StackedDrafter
-from specdec_ext.decoding.drafters.uniform import UniformDrafter
-from specdec_ext.decoding.generate import generate, stream
-from specdec_ext.decoding.policies import (
+from .chain_generation import Burst, Generated, GenerationError
+from .counts import Counts
+from .drafters import Draft, Drafter, NoDrafter, Requests
+from .drafters.aggressive import AggressiveDrafter
+from .drafters.early_exit import EarlyExitDrafter
+from .drafters.hierarchy import HierarchicalDrafter
+from .drafters.lookup import LookupDrafter
+from .drafters.ngram import NgramDrafter
+from .drafters.stacked import StackedDrafter
+from .drafters.uniform import UniformDrafter
+from .generate import generate, stream
+from .policies import (
     ConfidenceStop,
     EntropyBound,
     FixedGamma,
@@ -19,10 +19,10 @@ from specdec_ext.decoding.policies import (
     GradientAscent,
     HeuristicGamma,
 )
-from specdec_ext.decoding.renewal import RenewalRule
-from specdec_ext.decoding.stats import Statistics
-from specdec_ext.decoding.thresholds import MovingThreshold
-from specdec_ext.decoding.trees import GrownTree, StaticTree, sequoia_tree
+from .renewal import RenewalRule
+from .stats import Statistics
+from .thresholds import MovingThreshold
+from .trees import GrownTree, StaticTree, sequoia_tree
 
 __all__ = [
     "AggressiveDrafter",

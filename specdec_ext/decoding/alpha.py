@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec_ext import ops
-from specdec_ext.contract import Rule
-from specdec_ext.decoding.drafters import Draft
+from .. import ops
+from ..contract import Rule
+from .drafters import Draft
 
 __all__ = ["AlphaSamples", "draft_overlaps"]
 
@@ -31,7 +31,7 @@ def draft_overlaps(logits: Tensor, draft: Draft, filters: Mapping[str, Any]) -> 
     draft : Draft
         The draft.
     filters : dict of str to Tensor
-        Sampling parameters ``[B]`` of both laws.
+        Sampling parameters ``[B]``, as `specdec_ext.acceptance` takes them.
 
     Returns
     -------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import GREEDY_BELOW
-from specdec_ext.decoding.checks import (
+from .._ops import ops
+from .checks import (
     integer,
     is_model,
     items,
@@ -42,7 +42,7 @@ def check_target(target: Any) -> None:
 
 def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, target: Any) -> None:
     """Check that the prompts are a left-padded batch of ids that the target can embed."""
-    from specdec_ext.decoding.cache import vocabulary_size
+    from .cache import vocabulary_size
 
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"generate: input_ids must be a Tensor, got {type(input_ids).__name__}")
@@ -151,54 +151,6 @@ def callables(name: str, given: Any) -> list[Any]:
     return [given] if listed is None else listed
 
 
-class _Filter(NamedTuple):
-    """What a sampling parameter may be."""
-
-    is_legal: Callable[[float], bool]
-    is_off: Callable[[float], bool]
-    wanted: str
-
-
-_LARGEST = torch.finfo(torch.float32).max  # operators take float32
-_FILTERS = {
-    "temperature": _Filter(
-        lambda t: 0 <= t <= _LARGEST, lambda t: t == 1, "a finite float32 of at least 0"
-    ),
-    "top_k": _Filter(lambda k: True, lambda k: k <= 0, "an int"),
-    "top_p": _Filter(lambda p: p >= 0, lambda p: p >= 1, "at least 0"),
-    "min_p": _Filter(lambda p: p <= 1, lambda p: p <= 0, "at most 1"),
-}
-
-
-def filters(
-    batch: int, device: torch.device, **given: float | Sequence[float] | Tensor | None
-) -> tuple[dict[str, Any], bool]:
-    """Return the sampling parameters as ``[B]`` tensors, and whether every temperature is 0.
-
-    A parameter that is off for all requests is left out.
-    """
-    filters: dict[str, Tensor] = {}
-    greedy = False
-    for name, value in given.items():
-        if value is None:
-            continue
-        whole, law = name == "top_k", _FILTERS[name]
-        one, kind = (integer, "an int") if whole else (number, "a number")
-        values = per_request(name, value, batch, one, kind)
-        for b, given_number in enumerate(values):
-            if not law.is_legal(given_number):
-                raise ValueError(
-                    f"generate: {name} is out of range for request {b}: {given_number}; it must be "
-                    f"{law.wanted}"
-                )
-        if name == "temperature":
-            greedy = all(temperature < GREEDY_BELOW for temperature in values)
-        if not all(law.is_off(given_number) for given_number in values):
-            dtype = torch.int64 if whole else torch.float32
-            filters[name] = torch.tensor(values, dtype=dtype, device=device)
-    return filters, greedy
-
-
 def rule_options(
     rule: Any, *, tree: bool, lenience: Any, beta: Any, tau: Any, epsilon: Any, delta: Any
 ) -> dict[str, Any]:
@@ -213,12 +165,11 @@ def rule_options(
     # What a rule is called and what its numbers may be is the operators' to say, before models run.
     logits, ids = torch.zeros(1, 1, 1), torch.zeros(1, 1, dtype=torch.int64)
     coins = {"seeds": ids[0], "positions": ids[0]}
-    operators = torch.ops.specdec
     try:
         if tree:
-            operators.verify_tree(logits, ids, ids - 1, rule=rule, **coins)
+            ops.verify_tree(logits, ids, ids - 1, rule=rule, **coins)
         else:
-            operators.verify(logits, ids[:, :0], rule=rule, **coins, **options)
+            ops.verify(logits, ids[:, :0], rule=rule, **coins, **options)
     except ValueError as error:
         operator = "verify_tree" if tree else "verify"
         raise ValueError(f"generate{str(error).removeprefix(operator)}") from None

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.tree_masks import additive_mask
+from ..tree_masks import additive_mask
+from .counts import Counts
 
 try:
     from transformers.cache_utils import Cache, DynamicCache
 
-    from specdec_ext.decoding.layers import FixedLayer, GrowingLayer
+    from .layers import FixedLayer, GrowingLayer
 except ImportError as error:
     raise ImportError(
         "specdec_ext.generate drives Hugging Face models: pip install 'specdec_ext[hf]'"

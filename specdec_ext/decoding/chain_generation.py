@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
-from specdec_ext.contract import (
+from .. import ops
+from ..contract import (
     RULES,
     STATUS_INVALID_DRAFT_TOKEN,
     STATUS_INVALID_TREE,
@@ -18,16 +18,16 @@ from specdec_ext.contract import (
     STATUS_NO_TARGET_LAW,
     STATUS_PARAMETER_OUT_OF_RANGE,
 )
-from specdec_ext.decoding import arguments
-from specdec_ext.decoding.alpha import AlphaSamples
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import Drafter, Requests, last_tokens
-from specdec_ext.decoding.options import Settings
-from specdec_ext.decoding.policies import GammaPolicy
-from specdec_ext.decoding.processors import Processors
-from specdec_ext.decoding.stats import Clock, Statistics
-from specdec_ext.decoding.texts import Texts, on_the_host
-from specdec_ext.decoding.transfer import ChainOutcome, Transfer, TreeOutcome
+from . import arguments
+from .alpha import AlphaSamples
+from .counts import Counts
+from .drafters import Drafter, Requests, last_tokens
+from .options import Settings
+from .policies import GammaPolicy
+from .processors import Processors
+from .stats import Clock, Statistics
+from .texts import Texts, on_the_host
+from .transfer import ChainOutcome, Transfer, TreeOutcome
 
 __all__ = ["Burst", "ChainGeneration", "Generated", "GenerationError"]
 
@@ -135,8 +135,9 @@ class ChainGeneration:
         self.settings = settings
         rule = RULES[settings.rule]
         # At temperature 0 a lossless rule is the same as "greedy", which reads no draft law.
-        self.rule = RULES["greedy"] if settings.greedy and rule.lossless else rule
-        self.filters = {} if self.rule.name == "greedy" else settings.filters
+        self.rule = RULES["greedy"] if settings.laws.greedy and rule.lossless else rule
+        greedy_rule = self.rule.name == "greedy"
+        self.laws = settings.laws.of_greedy_target() if greedy_rule else settings.laws
         self.seeds = settings.seeds
         self.alpha = AlphaSamples(self.rule, policy, measured=settings.measure_alpha)
         self.processors: Processors | None = None  # they are shown texts, which come later
@@ -152,7 +153,7 @@ class ChainGeneration:
 
     def start(self) -> None:
         """Run the prompts but their last tokens through both models."""
-        from specdec_ext.decoding.hosting import host_model
+        from .hosting import host_model
 
         if not self.running:
             return
@@ -182,8 +183,8 @@ class ChainGeneration:
                 self.ends,
                 room,
                 self.seeds,
-                self.filters,
-                settings.greedy or self.rule.ignores_sampling,
+                self.laws.draft,
+                self.laws.draft_greedy or (self.rule.ignores_sampling and not self.laws.own),
                 self.alpha.needs_law,
                 coupled=self.rule.races,
                 static_cache=settings.static_cache,
@@ -233,21 +234,22 @@ class ChainGeneration:
         logits = self._process(logits, draft.tokens)
 
         self.clock.start("verify")
+        rows = draft.logits if self.rule.reads_draft_law else None
         verified = ops.verify(
             logits,
             draft.tokens,
-            draft.logits if self.rule.reads_draft_law else None,
+            rows,
             draft_kinds=draft.kinds if self.rule.reads_draft_law else None,
             draft_lengths=None if cut is None else cut.clamp(max=gamma),
             seeds=self.seeds,
             positions=self.positions,
             rule=self.rule.name,
-            **self.filters,
+            **self.laws.compared(rows),
             **self.settings.rule_options,
         )
 
         self.clock.start("rest")
-        overlaps = self.alpha.overlaps(logits, draft, self.filters)
+        overlaps = self.alpha.overlaps(logits, draft, self.laws.compared(draft.logits))
         outcomes = [
             ChainOutcome(*row)
             for row in Transfer.pack(
@@ -369,7 +371,7 @@ class ChainGeneration:
             self.ends[rows],
         )
         self.seeds = self.seeds[rows]
-        self.filters = {name: value[rows] for name, value in self.filters.items()}
+        self.laws = self.laws.select(rows)
         return rows
 
     def _raise_if_fatal(self, status: list[int]) -> None:

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from specdec_ext.decoding.module_views import with_copies
-from specdec_ext.decoding.probe import ordinary_texts
-from specdec_ext.decoding.states import Caller, State, state_argument
+from .module_views import with_copies
+from .probe import ordinary_texts
+from .states import Caller, State, state_argument
 
 __all__ = ["Continuation", "caller", "continuation"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec_ext.decoding.module_views import with_part
+from .module_views import with_part
 
 __all__ = ["PositionTable", "ToldPositions", "embeddings_of_positions", "find_position_table"]
 

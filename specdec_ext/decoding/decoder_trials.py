@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from specdec_ext.decoding.decoder_positions import (
+from .decoder_positions import (
     PositionTable,
     embeddings_of_positions,
     find_position_table,
 )
-from specdec_ext.decoding.probe import ROUNDING, SAME
+from .probe import ROUNDING, SAME
 
 if TYPE_CHECKING:
-    from specdec_ext.decoding.encoder_decoder import EncodedModel
+    from .encoder_decoder import EncodedModel
 
 __all__ = ["Manner", "find_manner"]
 

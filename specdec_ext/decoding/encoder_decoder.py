@@ -13,9 +13,9 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
-from specdec_ext.decoding.decoder_positions import PositionTable, ToldPositions
-from specdec_ext.decoding.decoder_trials import find_manner
-from specdec_ext.decoding.module_views import with_part
+from .decoder_positions import PositionTable, ToldPositions
+from .decoder_trials import find_manner
+from .module_views import with_part
 
 __all__ = ["EncodedModel", "encoded"]
 

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import RULES
-from specdec_ext.decoding import arguments
-from specdec_ext.decoding.chain_generation import Burst, ChainGeneration, Generated
-from specdec_ext.decoding.checks import flag, is_model, shown
-from specdec_ext.decoding.drafters import Drafter, as_drafter, check_distinct
-from specdec_ext.decoding.options import Options, Settings
-from specdec_ext.decoding.policies import FixedGamma, GammaPolicy, as_policy
-from specdec_ext.decoding.processors import Processor
-from specdec_ext.decoding.stopping import Criterion, find_stops
-from specdec_ext.decoding.trees import GrownTree, StaticTree
+from ..contract import RULES
+from . import arguments
+from .chain_generation import Burst, ChainGeneration, Generated
+from .checks import flag, is_model, shown
+from .drafters import Drafter, as_drafter, check_distinct
+from .options import Options, Settings
+from .policies import FixedGamma, GammaPolicy, as_policy
+from .processors import Processor
+from .sampling_laws import SAMPLING, sampling_laws
+from .stopping import Criterion, find_stops
+from .trees import GrownTree, StaticTree
 
 __all__ = ["generate", "stream"]
 
@@ -37,6 +38,10 @@ def generate(
     top_k: int | Sequence[int] | Tensor | None = None,
     top_p: float | Sequence[float] | Tensor | None = None,
     min_p: float | Sequence[float] | Tensor | None = None,
+    draft_temperature: float | Sequence[float] | Tensor | None = None,
+    draft_top_k: int | Sequence[int] | Tensor | None = None,
+    draft_top_p: float | Sequence[float] | Tensor | None = None,
+    draft_min_p: float | Sequence[float] | Tensor | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
     tree: StaticTree | GrownTree | None = None,
@@ -85,9 +90,13 @@ def generate(
         Draft tokens a round, or what chooses them as it goes (see `specdec_ext.decoding.policies`);
         of no account where ``tree`` is given.
     temperature, top_k, top_p, min_p : number, sequence or Tensor ``[B]``
-        The sampling law, of all requests or of each, as in `specdec_ext.verify`; the draft samples
-        under the same filters. Temperature 0 (the default) is greedy. The model's own
-        ``generation_config`` is not consulted for these.
+        The sampling law, of all requests or of each, as in `specdec_ext.verify`. Temperature 0 (the
+        default) is greedy. The model's own ``generation_config`` is not consulted for these.
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p : number, sequence or Tensor ``[B]``
+        What the draft is sampled with; each by default as the target is. Any choice leaves the law
+        of the new tokens as it is under a lossless rule, and changes how many draft tokens are
+        accepted (Leviathan et al., section 6: the draft's law may be standardised otherwise than
+        the target's). Deterministic drafters have no law, and sample nothing.
     seeds : int, sequence of int or Tensor ``[B]``, optional
         Seed of each request; an int s stands for s, s + 1, ... A request's tokens are a function of
         its seed, its prompt and the models' logits, whatever else is in the batch.
@@ -199,6 +208,10 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        draft_temperature=draft_temperature,
+        draft_top_k=draft_top_k,
+        draft_top_p=draft_top_p,
+        draft_min_p=draft_min_p,
         seeds=seeds,
         generator=generator,
         tree=tree,
@@ -320,20 +333,16 @@ def _prepare(given: Options) -> ChainGeneration:
     if tree is not None and flags["measure_alpha"]:
         raise ValueError("generate: measure_alpha is of chains, got a tree")
     batch, device = ids.shape[0], ids.device
-    filters, greedy = arguments.filters(
-        batch,
-        device,
-        **{name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p")},
-    )
     rule = given.rule
     if rule is None:
         rule = "block" if tree is None else "traversal"
-    greedy = greedy or rule == "greedy"
     rule_options = arguments.rule_options(
         rule,
         tree=tree is not None,
         **{name: getattr(given, name) for name in ("lenience", "beta", "tau", "epsilon", "delta")},
     )
+    sampling = {name: getattr(given, name) for name in SAMPLING}
+    laws = sampling_laws(batch, device, sampling, greedy=rule == "greedy")
     if flags["measure_alpha"] and RULES[rule].ignores_sampling and not RULES[rule].lossless:
         raise ValueError(
             f'generate: measure_alpha must be False under the rule "{rule}", which samples no draft'
@@ -345,8 +354,7 @@ def _prepare(given: Options) -> ChainGeneration:
         limits=arguments.new_token_limits(given.max_new_tokens, batch),
         rule=rule,
         rule_options={**rule_options, "raw_logprobs": flags["raw_logprobs"]},
-        filters=filters,
-        greedy=greedy,
+        laws=laws,
         processors=arguments.callables("logits_processor", given.logits_processor),
         stops=find_stops(
             stop,
@@ -361,7 +369,9 @@ def _prepare(given: Options) -> ChainGeneration:
         static_cache=flags["static_cache"],
         measure_alpha=flags["measure_alpha"],
         # Last: what is refused draws nothing from torch's generator.
-        seeds=arguments.seeds(given.seeds, given.generator, batch, device, unused=greedy),
+        seeds=arguments.seeds(
+            given.seeds, given.generator, batch, device, unused=laws.greedy and laws.draft_greedy
+        ),
     )
     if getattr(target, "training", False) or getattr(given.draft, "training", False):
         warnings.warn(
@@ -375,7 +385,7 @@ def _drafting(given: Options) -> tuple[type[ChainGeneration], Any, GammaPolicy]:
     """Return how a round runs, who drafts in it, and who says how much."""
     policy = as_policy("generate: gamma", given.gamma)
     if given.tree is not None:
-        from specdec_ext.decoding.tree_generation import TreeGeneration
+        from .tree_generation import TreeGeneration
 
         drafter = _tree_drafter(given.draft, given.tree)
         return TreeGeneration, drafter, FixedGamma(given.tree.depth)
@@ -387,7 +397,7 @@ def _drafting(given: Options) -> tuple[type[ChainGeneration], Any, GammaPolicy]:
 
 def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
     """Return the drafter that drives a model to draft a tree."""
-    from specdec_ext.decoding.drafters.tree import TreeDrafter
+    from .drafters.tree import TreeDrafter
 
     if not isinstance(tree, (StaticTree, GrownTree)):
         raise TypeError(

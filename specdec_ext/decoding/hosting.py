@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.counts import Counts
+from .counts import Counts
 
 __all__ = ["HostedModel", "host_model"]
 
@@ -115,10 +115,10 @@ def host_model(
     ValueError
         The model cannot be run so; the message says why.
     """
-    from specdec_ext.decoding import probe
-    from specdec_ext.decoding.cache import CachedModel, Traits, refuse_unsuitable
-    from specdec_ext.decoding.recurrent import RecurrentModel, keeps_state
-    from specdec_ext.decoding.row_by_row import RowByRow
+    from . import probe
+    from .cache import CachedModel, Traits, refuse_unsuitable
+    from .recurrent import RecurrentModel, keeps_state
+    from .row_by_row import RowByRow
 
     if keeps_state(model):
         if static or trees:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from specdec_ext import ops
+from .. import ops
 
 __all__ = ["FixedLayer", "GrowingLayer"]
 

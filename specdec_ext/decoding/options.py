@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.processors import Processor
-from specdec_ext.decoding.stopping import Criterion, Stops
+from .processors import Processor
+from .sampling_laws import SamplingLaws
+from .stopping import Criterion, Stops
 
 __all__ = ["Options", "Settings"]
 
@@ -29,6 +30,10 @@ class Options:
     top_k: int | Sequence[int] | Tensor | None
     top_p: float | Sequence[float] | Tensor | None
     min_p: float | Sequence[float] | Tensor | None
+    draft_temperature: float | Sequence[float] | Tensor | None
+    draft_top_k: int | Sequence[int] | Tensor | None
+    draft_top_p: float | Sequence[float] | Tensor | None
+    draft_min_p: float | Sequence[float] | Tensor | None
     seeds: int | Sequence[int] | Tensor | None
     generator: torch.Generator | None
     tree: Any
@@ -67,10 +72,8 @@ class Settings:
         The verification rule asked for.
     rule_options : dict
         Parameters of the rule, and ``raw_logprobs``.
-    filters : dict of str to Tensor
-        The sampling parameters, ``[B]`` each.
-    greedy : bool
-        Whether every request is decoded greedily.
+    laws : SamplingLaws
+        The sampling parameters, of the target and of the draft.
     seeds : Tensor
         ``[B]`` int64.
     processors : sequence of callable
@@ -88,8 +91,7 @@ class Settings:
     limits: list[int]
     rule: str
     rule_options: dict[str, Any]
-    filters: dict[str, Any]
-    greedy: bool
+    laws: SamplingLaws
     seeds: Tensor
     processors: Sequence[Processor]
     stops: Stops

@@ -30,10 +30,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdec_ext import theory
-from specdec_ext.decoding.checks import integer, number_in, shown
-from specdec_ext.decoding.drafters import GoOn
-from specdec_ext.decoding.thresholds import MovingThreshold
+from .. import theory
+from .checks import integer, number_in, shown
+from .drafters import GoOn
+from .thresholds import MovingThreshold
 
 __all__ = [
     "ConfidenceStop",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.cache import (
+from .cache import (
     CachedModel,
     Traits,
     accepted_arguments,

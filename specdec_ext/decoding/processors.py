@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.evidence import (
+from .evidence import (
     Refused,
     answers_alike,
     copied,
@@ -21,7 +21,7 @@ from specdec_ext.decoding.evidence import (
     keeps_state,
     name_of,
 )
-from specdec_ext.decoding.texts import Texts
+from .texts import Texts
 
 __all__ = ["ByRequest", "Processor", "Processors"]
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.continuation import Continuation, caller, continuation
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.states import Caller, State, keeps_state
+from .continuation import Continuation, caller, continuation
+from .counts import Counts
+from .states import Caller, State, keeps_state
 
 __all__ = ["RecurrentModel", "keeps_state"]
 

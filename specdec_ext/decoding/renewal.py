@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.calibration import Calibration, RoundTimes
-from specdec_ext.decoding.checks import integer, number_in, shown
-from specdec_ext.decoding.drafters import GoOn
-from specdec_ext.decoding.policies import MOST_DRAFTED, confidence
+from .calibration import Calibration, RoundTimes
+from .checks import integer, number_in, shown
+from .drafters import GoOn
+from .policies import MOST_DRAFTED, confidence
 
 __all__ = ["RenewalRule"]
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.counts import Counts
+from .counts import Counts
 
 if TYPE_CHECKING:
-    from specdec_ext.decoding.hosting import HostedModel
+    from .hosting import HostedModel
 
 __all__ = ["RowByRow"]
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from specdec_ext.decoding.cache import (
+from .cache import (
     ATTENTION_LAYERS,
     accepted_arguments,
     cache_layers,
     described,
     vocabulary_size,
 )
-from specdec_ext.decoding.layers import GrowingLayer
+from .layers import GrowingLayer
 
 __all__ = ["Caller", "State", "keeps_state", "state_argument"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.arguments import callables
-from specdec_ext.decoding.evidence import Refused, copied, keeps_state, name_of
-from specdec_ext.decoding.texts import Texts
+from .arguments import callables
+from .evidence import Refused, copied, keeps_state, name_of
+from .texts import Texts
 
 __all__ = ["Criterion", "Stops", "find_stops"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.checks import number_in
+from .checks import number_in
 
 __all__ = ["MovingThreshold"]
 

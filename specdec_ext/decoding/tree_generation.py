@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
-from specdec_ext.decoding.chain_generation import Burst, ChainGeneration
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import last_tokens
-from specdec_ext.decoding.drafters.tree import TreeDrafter, tree_view
-from specdec_ext.decoding.transfer import Transfer, TreeOutcome
+from .. import ops
+from .chain_generation import Burst, ChainGeneration
+from .counts import Counts
+from .drafters import last_tokens
+from .drafters.tree import TreeDrafter, tree_view
+from .transfer import Transfer, TreeOutcome
 
 __all__ = ["TreeGeneration"]
 
@@ -52,7 +52,7 @@ class TreeGeneration(ChainGeneration):
             positions=self.positions,
             rule=self.rule.name,
             raw_logprobs=self.settings.rule_options["raw_logprobs"],
-            **self.filters,
+            **self.laws.compared(draft.logits),
         )
 
         self.clock.start("rest")

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext import ops, reference
-from specdec_ext.contract import (
+from .. import ops, reference
+from ..contract import (
     DOMAIN_COUPLED,
     DOMAIN_DRAFT,
     GREEDY_BELOW,
@@ -37,7 +37,7 @@ from specdec_ext.contract import (
     KIND_REST,
     KIND_WITHOUT_REPLACEMENT,
 )
-from specdec_ext.decoding.checks import integer, items, number_in, shown
+from .checks import integer, items, number_in, shown
 
 __all__ = [
     "CHILDREN",

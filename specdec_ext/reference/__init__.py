@@ -10,15 +10,15 @@ the draft holds ``x_{i+1}`` and the law it was drawn from. ``w_i`` is the inflow
 ``h_i`` the threshold of its coin (docs/design.md, "Acceptance").
 """
 
-from specdec_ext.reference.caches import compact_kv, tree_attention, tree_mask, tree_size
-from specdec_ext.reference.chains import (
+from .caches import compact_kv, tree_attention, tree_mask, tree_size
+from .chains import (
     RULES,
     chain_acceptance,
     chain_inflow,
     residual,
     verify,
 )
-from specdec_ext.reference.draws import (
+from .draws import (
     ACCEPT,
     COUPLED,
     DRAFT,
@@ -32,9 +32,9 @@ from specdec_ext.reference.draws import (
     residual_weights,
     uniforms,
 )
-from specdec_ext.reference.laws import Law, law, make_law
-from specdec_ext.reference.sampling import acceptance, row_law, sample
-from specdec_ext.reference.trees import TREE_RULES, verify_tree
+from .laws import Law, law, make_law
+from .sampling import acceptance, row_law, sample
+from .trees import TREE_RULES, verify_tree
 
 __all__ = [
     "ACCEPT",

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import (
+from ..contract import (
     STATUS_INVALID_TREE,
     STATUS_PARAMETER_OUT_OF_RANGE,
     TreeAttentionResult,
     TreeMaskResult,
 )
-from specdec_ext.reference.laws import INF, NAN
+from .laws import INF, NAN
 
 __all__ = [
     "compact_kv",

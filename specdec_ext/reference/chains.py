@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from specdec_ext import contract
-from specdec_ext.contract import (
+from .. import contract
+from ..contract import (
     CHAIN_RULES,
     GREEDY_BELOW,
     KIND_DETERMINISTIC,
@@ -26,8 +26,8 @@ from specdec_ext.contract import (
     Rule,
     VerifyResult,
 )
-from specdec_ext.reference import draws
-from specdec_ext.reference.draws import (
+from . import draws
+from .draws import (
     clamped,
     inverse_cdf,
     law_weights,
@@ -35,13 +35,14 @@ from specdec_ext.reference.draws import (
     race_noise,
     residual_weights,
 )
-from specdec_ext.reference.laws import (
+from .laws import (
     INF,
     NAN,
     DraftVocabulary,
     Filters,
     Law,
     both_filters,
+    from_list,
     make_law,
     masked,
     prob_of,
@@ -471,6 +472,7 @@ def verify(
     draft_logits: Tensor | None = None,
     *,
     draft_probs: Tensor | None = None,
+    draft_probs_ids: Tensor | None = None,
     target_rows: Tensor | None = None,
     draft_rows: Tensor | None = None,
     allowed_mask: Tensor | None = None,
@@ -508,7 +510,7 @@ def verify(
     # A map that is not read cannot be wrong.
     entries = DraftVocabulary(draft_token_ids if traits.reads_draft_law else None, vocab)
     ids = vocab  # draft tokens are below it
-    if draft is not None and draft_token_ids is None:
+    if draft is not None and draft_token_ids is None and draft_probs_ids is None:
         ids = max(vocab, draft.shape[-1])
     raw_logprobs = raw_logprobs or traits.raw_logprobs
     options = _Options(lenience, beta, tau, epsilon, delta, full_accept_probs, raw_logprobs)
@@ -568,6 +570,9 @@ def verify(
 
         def draft_law(i: int, b: int = b, parameters: Filters = draft_parameters) -> Tensor | None:
             row = None if draft is None else row_at(draft, draft_rows, b, i)
+            if row is not None and draft_probs_ids is not None:
+                place = (b, i) if draft_rows is None else int(draft_rows[b, i])
+                row = from_list(row, draft_probs_ids[place].cpu(), vocab)
             if row is None or not entries.is_valid:
                 return None
             words = words_of(allowed_mask, b, i)

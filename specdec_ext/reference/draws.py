@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import DOMAIN_ACCEPT, DOMAIN_COUPLED, DOMAIN_DRAFT, DOMAIN_RESIDUAL
+from ..contract import DOMAIN_ACCEPT, DOMAIN_COUPLED, DOMAIN_DRAFT, DOMAIN_RESIDUAL
 
 __all__ = [
     "ACCEPT",

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import GREEDY_BELOW
-from specdec_ext.reference.draws import law_weights
+from ..contract import GREEDY_BELOW
+from .draws import law_weights
 
 __all__ = [
     "DraftVocabulary",
@@ -205,6 +205,18 @@ def masked(row: Tensor, words: Tensor | None, vocab: int, to: float = -INF) -> T
         return row
     tokens = torch.arange(len(row))
     return row.masked_fill(~allowed(words, tokens) | (tokens >= vocab), to)
+
+
+def from_list(probs: Tensor, ids: Tensor, vocab: int) -> Tensor | None:
+    """Give the row ``[V]`` of a list: ``probs[k]`` at token ``ids[k]``, -1 being no entry.
+
+    None where an id is out of range or there twice.
+    """
+    named = ids != -1
+    tokens = ids[named].long()
+    if not bool(((tokens >= 0) & (tokens < vocab)).all()) or len(tokens.unique()) < len(tokens):
+        return None
+    return torch.zeros(vocab, dtype=probs.dtype).scatter_(0, tokens, probs[named])
 
 
 class DraftVocabulary:

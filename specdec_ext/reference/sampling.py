@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import RowLaw, SampleResult
-from specdec_ext.reference.draws import (
+from ..contract import RowLaw, SampleResult
+from .draws import (
     COUPLED,
     inverse_cdf,
     law_weights,
@@ -14,7 +14,7 @@ from specdec_ext.reference.draws import (
     race,
     race_noise,
 )
-from specdec_ext.reference.laws import (
+from .laws import (
     INF,
     NAN,
     DraftVocabulary,

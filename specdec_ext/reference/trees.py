@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from specdec_ext import contract
-from specdec_ext.contract import (
+from .. import contract
+from ..contract import (
     GREEDY_BELOW,
     KIND_DETERMINISTIC,
     KIND_IID,
@@ -35,9 +35,9 @@ from specdec_ext.contract import (
     STATUS_PARAMETER_OUT_OF_RANGE,
     VerifyTreeResult,
 )
-from specdec_ext.reference import draws
-from specdec_ext.reference.caches import tree_size
-from specdec_ext.reference.draws import (
+from . import draws
+from .caches import tree_size
+from .draws import (
     clamped,
     inverse_cdf,
     law_weights,
@@ -45,12 +45,13 @@ from specdec_ext.reference.draws import (
     race_noise,
     residual_weights,
 )
-from specdec_ext.reference.laws import (
+from .laws import (
     NAN,
     DraftVocabulary,
     Filters,
     Law,
     both_filters,
+    from_list,
     make_law,
     masked,
     prob_of,
@@ -387,6 +388,7 @@ def verify_tree(
     draft_logits: Tensor | None = None,
     *,
     draft_probs: Tensor | None = None,
+    draft_probs_ids: Tensor | None = None,
     target_rows: Tensor | None = None,
     children_rows: Tensor | None = None,
     allowed_mask: Tensor | None = None,
@@ -417,7 +419,7 @@ def verify_tree(
     draft = draft_logits if draft_logits is not None else draft_probs
     entries = DraftVocabulary(draft_token_ids if traits.reads_draft_law else None, vocab)
     ids = vocab  # draft tokens are below it
-    if draft is not None and draft_token_ids is None:
+    if draft is not None and draft_token_ids is None and draft_probs_ids is None:
         ids = max(vocab, draft.shape[-1])
 
     target_filters, draft_filters = both_filters(
@@ -491,7 +493,12 @@ def verify_tree(
             r = v if children_rows is None else int(children_rows[b, v])
             if not 0 <= r < draft.shape[1]:
                 return None
-            row, words = draft[b, r].cpu().double(), words_of(allowed_mask, b, v)
+            row = row_at(draft, None, b, r)
+            if row is not None and draft_probs_ids is not None:
+                row = from_list(row, draft_probs_ids[b, r].cpu(), vocab)
+            if row is None:
+                return None
+            words = words_of(allowed_mask, b, v)
             return entries.law_of(row, words, None if draft_probs is not None else parameters)
 
         # The coins: those of the usable nodes, and the last slot for the final draw.

@@ -28,16 +28,16 @@ The mathematics here is a second formulation, independent of what the operators 
 residual laws as vectors (`nested_acceptance`), where neither lambda, S nor kappa occurs.
 """
 
-from specdec_ext.testing.cases import VerifyCase, VerifyOutcome, make_case
-from specdec_ext.testing.exact import ExactLaw, exact_law, joint_law, step_law, toy_models, tv_bound
-from specdec_ext.testing.explain import assert_tokens_match, explain_outcome
-from specdec_ext.testing.laws import draw_interval, filtered_law
-from specdec_ext.testing.masks import pack_mask
-from specdec_ext.testing.philox import philox4x32, philox_exponentials, philox_uniform
-from specdec_ext.testing.tree_cases import TreeCase, chain_as_tree, make_tree_case, post_order
-from specdec_ext.testing.tree_exact import draft_trees, exact_tree_law
-from specdec_ext.testing.tree_explain import assert_trees_match, explain_tree_outcome
-from specdec_ext.testing.tree_laws import NodeAcceptance, nested_acceptance
+from .cases import VerifyCase, VerifyOutcome, make_case
+from .exact import ExactLaw, exact_law, joint_law, step_law, toy_models, tv_bound
+from .explain import assert_tokens_match, explain_outcome
+from .laws import draw_interval, filtered_law
+from .masks import pack_mask
+from .philox import philox4x32, philox_exponentials, philox_uniform
+from .tree_cases import TreeCase, chain_as_tree, make_tree_case, post_order
+from .tree_exact import draft_trees, exact_tree_law
+from .tree_explain import assert_trees_match, explain_tree_outcome
+from .tree_laws import NodeAcceptance, nested_acceptance
 
 __all__ = [
     "ExactLaw",

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from specdec_ext.testing.laws import Params, candidate_laws, params_of
-from specdec_ext.testing.masks import forbid, pack_mask
-from specdec_ext.testing.philox import philox_exponentials
+from .laws import Params, candidate_laws, params_of
+from .masks import forbid, pack_mask
+from .philox import philox_exponentials
 
 Verifier = Callable[..., Any]
 AnyCase = TypeVar("AnyCase", bound="Case")
@@ -68,6 +68,20 @@ class Case:
         merged = {**self.inputs, **changes}
         return type(self)({k: v for k, v in merged.items() if v is not None}, self.name)
 
+    def with_whole_rows(self: AnyCase) -> AnyCase:
+        """Give the case with lists of tokens scattered into rows ``[V]`` of float32.
+
+        An illegal list becomes a row of NaN, which has no law either.
+        """
+        if "draft_probs_ids" not in self.inputs:
+            return self
+        rows = whole_rows(
+            self.inputs["draft_probs"],
+            self.inputs["draft_probs_ids"],
+            self.inputs["target_logits"].shape[-1],
+        )
+        return self.replace(draft_probs=rows, draft_probs_ids=None)
+
 
 class VerifyCase(Case):
     """A call of `verify`."""
@@ -96,7 +110,7 @@ class VerifyCase(Case):
         if "target_rows" not in self.inputs:
             per_request.add("target_logits")
         if "draft_rows" not in self.inputs:
-            per_request.update(("draft_logits", "draft_probs"))
+            per_request.update(("draft_logits", "draft_probs", "draft_probs_ids"))
         chosen = {
             name: value.index_select(0, index.to(value.device))
             if name in per_request and isinstance(value, Tensor)
@@ -104,6 +118,25 @@ class VerifyCase(Case):
             for name, value in self.inputs.items()
         }
         return VerifyCase(chosen, self.name)
+
+
+def whole_rows(probs: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """Scatter lists ``[.., K]`` into rows ``[.., V]`` of float32; NaN where they are illegal.
+
+    Examples
+    --------
+    >>> whole_rows(torch.tensor([[0.75, 0.25, 9.0]]), torch.tensor([[2, 0, -1]]), 4)
+    tensor([[0.2500, 0.0000, 0.7500, 0.0000]])
+    """
+    named = ids != -1
+    known = named & (ids >= 0) & (ids < vocab)
+    # The last column takes what is not there.
+    places = torch.where(known, ids, vocab).long()
+    rows = torch.zeros(*ids.shape[:-1], vocab + 1, dtype=torch.float32, device=ids.device)
+    counts = torch.zeros_like(rows).scatter_add_(-1, places, torch.ones_like(places).float())
+    rows = rows.scatter_(-1, places, probs.float())[..., :vocab]
+    wrong = (named & ~known).any(-1) | (counts[..., :vocab] > 1).any(-1)
+    return rows.masked_fill(wrong[..., None], math.nan)
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
@@ -179,6 +212,17 @@ def _random_masks(generator: torch.Generator, batch: int, slots: int, vocab: int
     return allowed & (torch.rand(batch, slots, 1, generator=generator) >= 0.04)
 
 
+def _random_lists(generator: torch.Generator, logits: Tensor, number: int) -> Tensor:
+    """Name the largest entries of each row, in any order; half of the lists lack one, by a -1."""
+    top = logits.float().topk(number, -1).indices
+    order = torch.rand(top.shape, generator=generator).argsort(-1)
+    named = top.gather(-1, order)
+    if number > 1:
+        short = torch.rand(top.shape[:-1], generator=generator) < 0.5
+        named[..., -1].masked_fill_(short, -1)
+    return named
+
+
 def make_case(
     seed: int,
     *,
@@ -191,6 +235,7 @@ def make_case(
     layout: str = "contiguous",
     packed: bool = False,
     draft: str = "logits",
+    listed: int = 6,
     kinds: str | None = None,
     ragged: bool = True,
     filters: bool = True,
@@ -220,8 +265,11 @@ def make_case(
         Strides of the logits: ``padded`` has an odd row pitch and storage offset.
     packed : bool
         Logits as ``[R, V]`` with ``target_rows`` and ``draft_rows``, in shuffled order.
-    draft : {"logits", "probs", "none"}
-        How the draft's law is given; "none" is a deterministic drafter.
+    draft : {"logits", "probs", "lists", "none"}
+        How the draft's law is given; "none" is a deterministic drafter. "lists": the likeliest
+        tokens by ``draft_probs_ids``, in any order, here and there less one.
+    listed : int
+        K of "lists".
     kinds : {None, "mixed", "deterministic"}
         ``draft_kinds``.
     ragged : bool
@@ -268,6 +316,12 @@ def make_case(
     target, drafted = _random_rows(generator, batch, gamma + 1, vocab, width, ids, masks)
     target = target.to(dtype)
     drafted = drafted[:, :gamma].to(draft_dtype or dtype)
+    named: Tensor | None = None
+    if draft == "lists":
+        named = _random_lists(generator, drafted, min(listed, width))
+        known = torch.zeros(*drafted.shape[:-1], width + 1, dtype=torch.bool)
+        known = known.scatter_(-1, torch.where(named < 0, width, named), True)[..., :width]
+        drafted = drafted.masked_fill(~known, -math.inf)
     allowed = _random_masks(generator, batch, gamma + 1, vocab) if allowed_mask else None
     seeds, positions = _random_seeds(generator, batch) if rule == "coupled" else (None, None)
 
@@ -282,7 +336,7 @@ def make_case(
     picks = torch.rand(batch, gamma, 2, generator=generator, dtype=torch.float64)
     for b, i in itertools.product(range(batch), range(gamma)):
         scalars = Params()
-        if draft != "probs":
+        if draft not in ("probs", "lists"):
             scalars = params_of(params, "", b, scalars)
             scalars = params_of(params, "draft_", b, scalars).cleaned()
         anything = int(picks[b, i, 0] * (vocab if draft_token_ids else max(vocab, width)))
@@ -298,8 +352,8 @@ def make_case(
             drawn = law.argmax
         elif seeds is not None and positions is not None:
             likely = law.probs.topk(min(width, 16)).indices  # any draft is legal: spare the time
-            named = likely if ids is None else ids[likely]
-            noise = philox_exponentials(int(seeds[b]), int(positions[b]) + i, named.tolist())
+            runners = likely if ids is None else ids[likely]
+            noise = philox_exponentials(int(seeds[b]), int(positions[b]) + i, runners.tolist())
             times = torch.tensor(noise, dtype=torch.float64) / law.probs[likely]
             drawn = int(likely[times.argmin()])
         drawn = min(drawn, width - 1)
@@ -313,7 +367,7 @@ def make_case(
         target = torch.where(poisoned, forbid(target, allowed, None, math.nan), target)
     if ids is not None:
         inputs["draft_token_ids"] = ids.to(id_dtype)
-    if draft == "probs":
+    if draft in ("probs", "lists"):
         scale = torch.rand(batch, gamma, 1, generator=generator) + 0.5  # normalised inside
         drafted = (drafted.float().softmax(-1) * scale).to(draft_dtype or dtype)
     if allowed is not None:
@@ -341,7 +395,15 @@ def make_case(
         inputs[rows_name] = order.reshape(values.shape[:2]).to(id_dtype)
 
     give("target_logits", target)
-    if draft != "none":
+    if named is not None:
+        drafted = drafted.gather(-1, named.clamp(min=0))
+        give("draft_probs", torch.where(named < 0, math.nan, drafted))
+        if packed:
+            table = torch.full(inputs["draft_probs"].shape, -1)
+            table[inputs["draft_rows"].long()] = named
+            named = table
+        inputs["draft_probs_ids"] = named.to(id_dtype)
+    elif draft != "none":
         give(f"draft_{draft}", drafted)
     if philox or rule == "coupled":
         if seeds is None:

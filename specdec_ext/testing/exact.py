@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.testing.cases import Verifier, VerifyCase, VerifyOutcome
-from specdec_ext.testing.laws import SAMPLING, Params, law_table
-from specdec_ext.testing.masks import forbid, of_tokens, pack_mask
-from specdec_ext.testing.philox import BEFORE_ONE
+from .cases import Verifier, VerifyCase, VerifyOutcome
+from .laws import SAMPLING, Params, law_table
+from .masks import forbid, of_tokens, pack_mask
+from .philox import BEFORE_ONE
 
 
 def step_law(

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.testing.cases import VerifyCase, VerifyOutcome
-from specdec_ext.testing.laws import Law, draw_interval
-from specdec_ext.testing.requests import DRAFT_LAW_UNREAD, Request
+from .cases import VerifyCase, VerifyOutcome
+from .laws import Law, draw_interval
+from .requests import DRAFT_LAW_UNREAD, Request
 
 #: Bounds `_Checker.admits`. A chain that meets no tie takes gamma + 1 trials.
 _MAX_TRIALS = 4096

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.testing.cases import VerifyCase
-from specdec_ext.testing.laws import GREEDY_TEMPERATURE, Law, Params, candidate_laws, params_of
-from specdec_ext.testing.masks import forbid, of_tokens, unpack_mask
-from specdec_ext.testing.philox import BEFORE_ONE, philox_exponentials, philox_uniform
+from .cases import VerifyCase
+from .laws import GREEDY_TEMPERATURE, Law, Params, candidate_laws, params_of
+from .masks import forbid, of_tokens, unpack_mask
+from .philox import BEFORE_ONE, philox_exponentials, philox_uniform
 
 #: Rules that never read a draft law.
 DRAFT_LAW_UNREAD = ("greedy", "top_beta", "typical", "coupled")
@@ -25,7 +25,7 @@ class Request:
     """
 
     def __init__(self, case: VerifyCase, b: int, tolerance: float, emitted: Sequence[int]) -> None:
-        inputs = case.inputs
+        inputs = case.with_whole_rows().inputs
         self.tolerance = tolerance
         self.rule = inputs.get("rule", "block")
         self.full = bool(inputs.get("full_accept_probs", False))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import VerifyTreeResult
-from specdec_ext.testing.cases import Case, VerifyCase, random_params
-from specdec_ext.testing.laws import Params, candidate_laws, params_of
+from ..contract import VerifyTreeResult
+from .cases import Case, VerifyCase, random_params
+from .laws import Params, candidate_laws, params_of
 
 TreeVerifier = Callable[..., Any]
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import VerifyTreeResult
-from specdec_ext.testing.exact import ExactLaw, context_index, joint_law, step_law
-from specdec_ext.testing.laws import SAMPLING, Params, draw_interval, law_table
-from specdec_ext.testing.philox import BEFORE_ONE
-from specdec_ext.testing.tree_cases import TreeCase, TreeVerifier, path_to
-from specdec_ext.testing.tree_laws import NodeAcceptance, nested_acceptance
+from ..contract import VerifyTreeResult
+from .exact import ExactLaw, context_index, joint_law, step_law
+from .laws import SAMPLING, Params, draw_interval, law_table
+from .philox import BEFORE_ONE
+from .tree_cases import TreeCase, TreeVerifier, path_to
+from .tree_laws import NodeAcceptance, nested_acceptance
 
 #: How far from a step its two sides are looked at.
 _INSET = 2.0**-36

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import VerifyTreeResult
-from specdec_ext.testing.explain import close_to
-from specdec_ext.testing.laws import (
+from ..contract import VerifyTreeResult
+from .explain import close_to
+from .laws import (
     GREEDY_TEMPERATURE,
     Params,
     candidate_laws,
     draw_interval,
     params_of,
 )
-from specdec_ext.testing.philox import BEFORE_ONE, philox_uniform
-from specdec_ext.testing.tree_cases import TreeCase, path_to, post_order
-from specdec_ext.testing.tree_laws import nested_acceptance
+from .philox import BEFORE_ONE, philox_uniform
+from .tree_cases import TreeCase, path_to, post_order
+from .tree_laws import nested_acceptance
 
 
 class TreeRequest:
     """One request of a case, by node: what the rules may read."""
 
     def __init__(self, case: TreeCase, b: int) -> None:
-        inputs = case.inputs
+        inputs = case.with_whole_rows().inputs
         self.rule = inputs.get("rule", "traversal")
         source = inputs.get("draft_logits")
         probs = inputs.get("draft_probs")

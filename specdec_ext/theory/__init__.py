@@ -12,19 +12,19 @@ Estimates take a *stream*: any iterable of batches of logits, which is read once
 together, so that a file larger than memory will do.
 """
 
-from specdec_ext.theory.estimates import (
+from .estimates import (
     Estimate,
     acceptance_rate,
     accepted_length,
     expected_accepted,
     ratio,
 )
-from specdec_ext.theory.rows import (
+from .rows import (
     divergence,
     lenient_acceptance,
     rejection_sampling_acceptance,
 )
-from specdec_ext.theory.speed import (
+from .speed import (
     accepted_share,
     alpha_of_share,
     expected_tokens,

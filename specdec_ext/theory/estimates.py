@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
-from specdec_ext.contract import rule_names
+from .. import ops
+from ..contract import rule_names
 
 __all__ = ["Estimate", "acceptance_rate", "accepted_length", "expected_accepted", "ratio"]
 

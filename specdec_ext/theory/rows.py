@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
-from specdec_ext.contract import GREEDY_BELOW
+from .. import ops
+from ..contract import GREEDY_BELOW
 
 __all__ = ["divergence", "lenient_acceptance", "rejection_sampling_acceptance"]
 

@@ -17,10 +17,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["absence", "is_interpreted", "register"]
+from .._ops import NAMESPACE, add_op_namespace_prefix, ops
+
+__all__ = ["absence", "is_interpreted", "operators", "register"]
 
 #: Dispatch keys of the devices that Triton compiles for; ROCm's is CUDA.
 DEVICES = ("CUDA", "XPU")
+
+#: The namespace of the operators that are Triton's wherever they run.
+TRITON_NAMESPACE = f"{NAMESPACE}_triton"
+
+HOW_TO_INSTALL = "pip install 'specdec_ext[triton]' (torch with CUDA or ROCm brings it)"
 
 
 def is_interpreted() -> bool:
@@ -36,7 +43,7 @@ def _is_installed() -> bool:
 def absence() -> str | None:
     """Say why the backend is absent here; None if it is present."""
     if not _is_installed():
-        return "triton is not installed"
+        return f"triton is not installed: {HOW_TO_INSTALL}"
     if is_interpreted() or torch.cuda.is_available() or torch.xpu.is_available():
         return None
     return "no GPU here; with TRITON_INTERPRET=1 kernels are interpreted on the CPU, slowly"
@@ -52,8 +59,8 @@ def _guard(device: torch.device) -> AbstractContextManager[Any]:
 
 def _operator(name: str) -> Callable[..., Any]:
     """Make the operator of a module's launcher: arguments checked and outputs allocated in C++."""
-    schema = getattr(torch.ops.specdec, name).default._schema
-    prepare = getattr(torch.ops.specdec, f"_prepare_{name}").default
+    schema = getattr(ops, name).default._schema
+    prepare = getattr(ops, f"_prepare_{name}").default
     names = [argument.name for argument in schema.arguments]
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
 
@@ -61,7 +68,9 @@ def _operator(name: str) -> Callable[..., Any]:
         outputs = prepare(*args, **kwargs)
         device = args[0].device
         if not _is_installed():
-            raise RuntimeError(f"{name}: backend 'triton', needed on {device}, is not installed")
+            raise RuntimeError(
+                f"{name}: backend 'triton', needed on {device}, is not installed: {HOW_TO_INSTALL}"
+            )
         if device.type == "cpu" and not is_interpreted():
             raise RuntimeError(f"{name}: backend 'triton' needs GPU tensors, got {device}")
         launcher = getattr(importlib.import_module(f"{__name__}.{name}"), name)
@@ -76,25 +85,32 @@ def _operator(name: str) -> Callable[..., Any]:
 _kept: list[Any] = []  # registrations go away with their library
 
 
-def register(fakes: dict[str, Any], count_mutation: Callable[[Any, Any], None]) -> None:
-    """Define the operators of ``torch.ops.specdec_triton``: those of ``specdec``, by their schemas.
+def operators() -> Any:
+    """Give the namespace whose operators are Triton's wherever they run."""
+    return getattr(torch.ops, TRITON_NAMESPACE)
 
-    Those of ``specdec`` itself get the same kernels on devices that have none. The libraries of the
+
+def register(fakes: dict[str, Any], count_mutation: Callable[[Any, Any], None]) -> None:
+    """Define the operators of `TRITON_NAMESPACE`: those of the libraries, by their schemas.
+
+    Those of the libraries get the same kernels on devices that have none. The libraries of the
     extension must have been loaded.
     """
     library: Any = torch.library  # its functions are not annotated
-    own = library.Library("specdec_triton", "DEF")
-    shared = library.Library("specdec", "FRAGMENT")
+    own = library.Library(TRITON_NAMESPACE, "DEF")
+    shared = library.Library(NAMESPACE, "FRAGMENT")
     _kept.extend((own, shared))
     for name, fake in fakes.items():
         operator = _operator(name)
-        schema = str(getattr(torch.ops.specdec, name).default._schema)
-        own.define(schema.removeprefix("specdec::"))
+        schema = str(getattr(ops, name).default._schema)
+        own.define(schema.removeprefix(f"{NAMESPACE}::"))
         for key in ("CPU", *DEVICES):
             own.impl(name, operator, key)
         own.impl(name, library.fallthrough_kernel, "Autograd")
-        library.register_fake(f"specdec_triton::{name}", fake)
+        library.register_fake(f"{TRITON_NAMESPACE}::{name}", fake)
         for key in DEVICES:
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"specdec::{name}", key):
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(
+                add_op_namespace_prefix(name), key
+            ):
                 shared.impl(name, operator, key)
-    count_mutation(own, torch.ops.specdec_triton.compact_kv.default)
+    count_mutation(own, operators().compact_kv.default)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from specdec_ext import contract
-
+from .. import contract
 from .draw import Task, no_siblings, store_task
 from .laws import (
     NO_LAW,

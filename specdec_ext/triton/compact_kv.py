@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_ext.contract import STATUS_INVALID_TREE, STATUS_PARAMETER_OUT_OF_RANGE
-
+from ..contract import STATUS_INVALID_TREE, STATUS_PARAMETER_OUT_OF_RANGE
 from .launch import launch
 
 PARAMETER_OUT_OF_RANGE = tl.constexpr(STATUS_PARAMETER_OUT_OF_RANGE)

@@ -21,6 +21,7 @@ from .law_pass import NO_BATCH, NOTHING, Batch, Summaries, law_pass
 from .laws import (
     GROUP,
     LAW_FIELDS,
+    NO_LISTS,
     NO_MAP,
     NO_MASK,
     NO_SAMPLING,
@@ -28,6 +29,7 @@ from .laws import (
     Mask,
     Rows,
     Sampling,
+    TokenLists,
     TokenMap,
 )
 from .philox import Coins
@@ -96,8 +98,13 @@ def rows_of(
     linear: bool = False,
     mask: Mask = NO_MASK,
     token_map: TokenMap = NO_MAP,
+    lists: TokenLists = NO_LISTS,
+    vocab: int | None = None,
 ) -> Rows:
-    """Describe [R, V], [B, S, V], or with an index [B, S] a table [R, V] or [B, R, V]."""
+    """Describe [R, V], [B, S, V], or with an index [B, S] a table [R, V] or [B, R, V].
+
+    Lists are over a vocabulary that their rows do not tell.
+    """
     if tensor.dim() == 3:
         stride_b, stride_s, number = tensor.stride(0), tensor.stride(1), tensor.shape[1]
     elif index is not None:
@@ -106,7 +113,7 @@ def rows_of(
         stride_b, stride_s, number = tensor.stride(0), 0, 1
     return Rows(
         tensor,
-        tensor.shape[-1],
+        tensor.shape[-1] if vocab is None else vocab,
         number if index is None else index.shape[1],
         stride_b,
         stride_s,
@@ -117,6 +124,7 @@ def rows_of(
         number,
         mask,
         token_map,
+        lists,
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from specdec_ext.contract import GREEDY_BELOW
+from ..contract import GREEDY_BELOW
 
 # ---- what comes in ------------------------------------------------------------------------------
 
@@ -46,6 +46,14 @@ class TokenMap(NamedTuple):
     num_tokens: Any
 
 
+class TokenLists(NamedTuple):
+    """Which tokens rows of probabilities are of, where they name few; see token_lists.py."""
+
+    tokens: Any  # int32, of each probability, ascending
+    counts: Any  # int32, of each row: how many; -1: it is no list
+    width: Any  # of a row in memory
+
+
 class Rows(NamedTuple):
     """Rows over a vocabulary: dense [B, steps, vocab], or through an index into a table.
 
@@ -65,6 +73,7 @@ class Rows(NamedTuple):
     num_rows: Any
     mask: Any  # Mask; NO_MASK: it hides nothing
     map: Any  # TokenMap; NO_MAP: entry i is token i
+    lists: Any  # TokenLists; NO_LISTS: rows hold the whole vocabulary
     end: None = None
 
 
@@ -80,6 +89,8 @@ class Row(NamedTuple):
     words: Any  # of its mask; absent: it hides nothing
     tokens: Any  # token of each entry; absent: entry i is token i
     places: Any  # where each token lies; without `tokens`, entry i is token i there
+    listed: Any  # the tokens of a list, whose probabilities are `data`; absent: it is none
+    count: Any  # how many they are
 
 
 class Sampling(NamedTuple):
@@ -98,7 +109,8 @@ class Sampling(NamedTuple):
 
 NO_MASK = Mask(*[None] * len(Mask._fields))
 NO_MAP = TokenMap(*[None] * len(TokenMap._fields))
-NO_ROWS = Rows._make([*[None] * 10, NO_MASK, NO_MAP, None])
+NO_LISTS = TokenLists(*[None] * len(TokenLists._fields))
+NO_ROWS = Rows._make([*[None] * 10, NO_MASK, NO_MAP, NO_LISTS, None])
 #: The parameters, each of which has a stride behind it.
 SAMPLING = Sampling._fields[1::2]
 NO_SAMPLING = Sampling(None, *[None, 0] * len(SAMPLING))  # T = 1 without filters
@@ -159,7 +171,7 @@ def absent():
 @triton.jit
 def plain_row(data, entries):
     """Describe a list as a row that hides nothing."""
-    return Row(data, entries, entries, absent(), absent(), absent())
+    return Row(data, entries, entries, absent(), absent(), absent(), absent(), absent())
 
 
 @triton.jit
@@ -171,6 +183,8 @@ def row_at(rows, b, s):
     words = absent()
     tokens = absent()
     places = absent()
+    listed = absent()
+    count = absent()
     if rows.index is not None:
         index = tl.load(rows.index + b * rows.index_stride_b + s * rows.index_stride_s)
         index = index.to(tl.int64)
@@ -186,8 +200,13 @@ def row_at(rows, b, s):
     if rows.mask.words is not None:
         known = rows.mask.num_tokens
         words = rows.mask.words + b * rows.mask.stride_b + s * rows.mask.stride_s
-    data = rows.data + b * rows.stride_b + place * rows.stride_s
-    return Row(data, entries, known, words, tokens, places)
+    offset = b * rows.stride_b + place * rows.stride_s
+    if rows.lists.tokens is not None:
+        listed = rows.lists.tokens + offset
+        count = tl.load(rows.lists.counts + offset // rows.lists.width)
+        entries = tl.where(count >= 0, entries, 0)
+        count = tl.where(entries > 0, count, 0)
+    return Row(rows.data + offset, entries, known, words, tokens, places, listed, count)
 
 
 @triton.jit
@@ -196,7 +215,10 @@ def in_token_order(source):
     found = source
     if source.places.dtype.is_ptr():
         entries = tl.where(source.entries > 0, source.known, 0)
-        found = Row(source.data, entries, source.known, source.words, absent(), source.places)
+        found = Row(
+            *(source.data, entries, source.known, source.words, absent(), source.places),
+            *(source.listed, source.count),
+        )
     return found
 
 
@@ -226,13 +248,47 @@ def hide(source, offsets, values, padding):
 
 
 @triton.jit
+def listed_below(source, tokens):
+    """Count the tokens of a list, 1024 at most, that are below `tokens`."""
+    below = (source.count * 0 + tokens * 0).to(tl.int32)
+    for halving in tl.static_range(11):
+        following = below + (1024 >> halving)
+        inside = following <= source.count
+        last = tl.load(source.listed + following - 1, mask=inside, other=0)
+        below = tl.where(inside & (last < tokens), following, below)
+    return below
+
+
+@triton.jit
+def listed_values(source, tokens, padding):
+    """Look up tokens in a list: `padding` where they are not in it."""
+    place = listed_below(source, tokens)
+    inside = place < source.count
+    inside = inside & (tl.load(source.listed + place, mask=inside, other=-1) == tokens)
+    return tl.load(source.data + place, mask=inside, other=padding)
+
+
+@triton.jit
+def load_listed_tile(source, tile, padding, TILE: tl.constexpr):
+    """Load a tile of a list; most name no token of most tiles."""
+    values = tl.full([TILE], padding, tl.float32)
+    first = listed_below(source, tile * TILE)
+    last = listed_below(source, tile * TILE + TILE)
+    if first < last:
+        values = listed_values(source, tile * TILE + tl.arange(0, TILE), padding)
+    return values
+
+
+@triton.jit
 def load_tile(source, tile, padding, TILE: tl.constexpr):
     """Load the entries of a tile as floats, `padding` where hidden and after the row's end.
 
     Whole tiles go without a mask, so that an odd vocabulary does not spoil the wide loads.
     """
     offsets = tile * TILE + tl.arange(0, TILE)
-    if source.places.dtype.is_ptr() and not source.tokens.dtype.is_ptr():
+    if source.listed.dtype.is_ptr():
+        values = load_listed_tile(source, tile, padding, TILE)
+    elif source.places.dtype.is_ptr() and not source.tokens.dtype.is_ptr():
         places = tl.load(source.places + offsets, mask=offsets < source.entries, other=-1)
         values = tl.load(source.data + places, mask=places >= 0, other=padding).to(tl.float32)
     elif tile * TILE + TILE <= source.entries:
@@ -254,8 +310,12 @@ def value_at(source, token):
         inside = place >= 0
     if source.words.dtype.is_ptr():
         inside = inside & is_allowed(source, token)
-    place = tl.where(inside, place, 0)
-    return tl.load(source.data + place, mask=inside, other=-INFINITY).to(tl.float32)
+    if source.listed.dtype.is_ptr():
+        value = tl.where(inside, listed_values(source, token, -INFINITY), -INFINITY)
+    else:
+        place = tl.where(inside, place, 0)
+        value = tl.load(source.data + place, mask=inside, other=-INFINITY).to(tl.float32)
+    return value
 
 
 # ---- sampling parameters ------------------------------------------------------------------------

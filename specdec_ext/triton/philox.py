@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from specdec_ext import contract
+from .. import contract
 
 ACCEPT = tl.constexpr(contract.DOMAIN_ACCEPT)
 RESIDUAL = tl.constexpr(contract.DOMAIN_RESIDUAL)

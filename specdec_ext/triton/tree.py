@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from specdec_ext import contract
-
+from .. import contract
 from .chain import INVALID_DRAFT_TOKEN, PARAMETER_OUT_OF_RANGE, begin_request
 from .philox import is_uniform
 from .tree_mask import INVALID_TREE, tree_size

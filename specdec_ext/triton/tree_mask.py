@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_ext.contract import STATUS_INVALID_TREE
-
+from ..contract import STATUS_INVALID_TREE
 from .launch import INTERPRETED, launch
 
 #: Nodes of a program. Interpreted programs follow each other: one takes all.

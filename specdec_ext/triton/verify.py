@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_ext.contract import RULES
-
+from ..contract import RULES
 from .chain import COLUMNS, Chain, Laws, Outputs, target_law
 from .draw import (
     NO_CHILDREN,
@@ -61,6 +60,7 @@ from .laws import (
 )
 from .philox import Coins
 from .race import find_winners
+from .token_lists import DraftRows, draft_of, draft_rows_of
 from .token_map import token_map_of
 from .tree_visit import TreeOutputs
 from .verify_block import Flow, decide_block, flow_down, node_masses
@@ -301,10 +301,9 @@ def given_coins(call: SimpleNamespace) -> Coins:
     return coins_of(call.uniforms, call.seeds, call.positions, call.stream)
 
 
-def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Chain:
+def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap, draft: DraftRows) -> Chain:
     tokens, kinds = call.draft_tokens, call.draft_kinds
     lengths = call.draft_lengths
-    draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     own = sampling_of(call)
     return Chain(
         tokens,
@@ -313,10 +312,10 @@ def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Chain:
         kinds,
         stride_of(kinds),
         stride_of(kinds, 1),
-        None if draft is None else 1,
+        None if draft.tensor is None else 1,
         lengths,
         stride_of(lengths),
-        vocab if draft is None else max(vocab, draft.shape[-1]),
+        max(vocab, draft.vocab),
         token_map.broken,
         own,
         sampling_of(call, "draft_") if call.draft_logits is not None else NO_SAMPLING,
@@ -324,19 +323,19 @@ def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Chain:
     )
 
 
-def _batches(call: SimpleNamespace, chain: Chain, token_map: TokenMap) -> tuple[Batch, Batch]:
+def _batches(
+    call: SimpleNamespace, chain: Chain, token_map: TokenMap, draft: DraftRows
+) -> tuple[Batch, Batch]:
     """Target rows, and the draft's where the rule reads them."""
     greedy = RULES[call.rule].ignores_sampling
     drafted = (call.draft_tokens, call.draft_lengths)
     mask = mask_of(call.allowed_mask, call.target_logits.shape[-1])
     rows = rows_of(call.target_logits, call.target_rows, mask=mask)
     target = batch_of(rows, ALL_GREEDY if greedy else chain.target, *drafted)
-    draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     reads_draft = RULES[call.rule].reads_draft_law
-    if draft is None or not reads_draft or call.draft_tokens.shape[1] == 0:
+    if draft.tensor is None or not reads_draft or call.draft_tokens.shape[1] == 0:
         return target, NO_BATCH
-    linear = call.draft_probs is not None
-    rows = rows_of(draft, call.draft_rows, linear=linear, mask=mask, token_map=token_map)
+    rows = draft_rows_of(draft, call.draft_rows, mask, token_map)
     return target, batch_of(rows, chain.draft, *drafted, chain.target)
 
 
@@ -347,8 +346,9 @@ def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleN
     traits = RULES[call.rule]
     ids = call.draft_token_ids if traits.reads_draft_law else None
     token_map = token_map_of(ids, vocab)
-    chain = _chain_of(call, vocab, token_map)
-    target, draft = _batches(call, chain, token_map)
+    drafted = draft_of(call, vocab)
+    chain = _chain_of(call, vocab, token_map, drafted)
+    target, draft = _batches(call, chain, token_map, drafted)
     shape = Shape(batch, gamma, vocab, tiling(vocab, draft.rows.vocab or 1))
     first_draft = batch * (gamma + 1)
     data = compute_laws(

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_ext.contract import RULES
-
+from ..contract import RULES
 from .chain import Laws
 from .draw import TASK_FIELDS, Children
 from .launch import (
@@ -43,6 +42,7 @@ from .laws import (
     value_at,
 )
 from .race import find_winners
+from .token_lists import DraftRows, draft_of, draft_rows_of
 from .token_map import token_map_of
 from .tree import Flow, Trees, open_trees
 from .tree_visit import TreeOutputs, visit_trees
@@ -67,17 +67,16 @@ def write_logprobs(target, laws, outputs, nodes, NODES: tl.constexpr):
     tl.store(outputs.logprobs + place, logprob, mask=k < nodes)
 
 
-def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Trees:
+def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap, draft: DraftRows) -> Trees:
     tokens, parents, kinds = call.tokens, call.parents, call.kinds
-    draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
     greedy = RULES[call.rule].ignores_sampling
     filtered = call.draft_logits is not None and not greedy
     return Trees(
         *(tokens, tokens.stride(0), tokens.stride(1)),
         *(parents, parents.stride(0), parents.stride(1)),
         *(kinds, stride_of(kinds), stride_of(kinds, 1)),
-        None if draft is None else 1,
-        vocab if draft is None else max(vocab, draft.shape[-1]),
+        None if draft.tensor is None else 1,
+        max(vocab, draft.vocab),
         token_map.broken,
         ALL_GREEDY if greedy else sampling_of(call),
         sampling_of(call, "draft_") if filtered else NO_SAMPLING,
@@ -86,17 +85,15 @@ def _trees_of(call: SimpleNamespace, vocab: int, token_map: TokenMap) -> Trees:
 
 
 def _batches(
-    call: SimpleNamespace, trees: Trees, flow: Flow, token_map: TokenMap
+    call: SimpleNamespace, trees: Trees, flow: Flow, token_map: TokenMap, draft: DraftRows
 ) -> tuple[Batch, Batch]:
     """Target rows, and the draft's where the rule reads them: row v is what node v asks for."""
     mask = mask_of(call.allowed_mask, call.target_logits.shape[-1])
     rows = rows_of(call.target_logits, call.target_rows, mask=mask)
     target = batch_of(rows, trees.target, wanted=flow.wanted)
-    draft = call.draft_logits if call.draft_logits is not None else call.draft_probs
-    if draft is None or not RULES[call.rule].reads_draft_law:
+    if draft.tensor is None or not RULES[call.rule].reads_draft_law:
         return target, NO_BATCH
-    linear = call.draft_probs is not None
-    rows = rows_of(draft, call.children_rows, linear=linear, mask=mask, token_map=token_map)
+    rows = draft_rows_of(draft, call.children_rows, mask, token_map)
     return target, batch_of(rows, trees.draft, wanted=flow.wanted_draft)
 
 
@@ -142,9 +139,10 @@ def verify_tree(
     vocab = call.target_logits.shape[-1]
     traits = RULES[call.rule]
     token_map = token_map_of(call.draft_token_ids if traits.reads_draft_law else None, vocab)
-    trees = _trees_of(call, vocab, token_map)
+    drafted = draft_of(call, vocab)
+    trees = _trees_of(call, vocab, token_map, drafted)
     children, flow = _scratch(call)
-    target, draft = _batches(call, trees, flow, token_map)
+    target, draft = _batches(call, trees, flow, token_map, drafted)
     tiles = tiling(vocab, draft.rows.vocab or 1)
     shape = Shape(batch, nodes - 1, vocab, tiles)
     tasks = call.target_logits.new_empty((batch, TASK_FIELDS.value), dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Where draft tokens come from: one drafter a file; `Drafter` is what the loop needs of each."""
 
-from specdec_ext.decoding.drafters.interface import (
+from .interface import (
     Draft,
     Drafter,
     GoOn,
@@ -12,8 +12,8 @@ from specdec_ext.decoding.drafters.interface import (
     last_tokens,
     prefix_or_drawn,
 )
-from specdec_ext.decoding.drafters.model import as_drafter
-from specdec_ext.decoding.drafters.parts import check_distinct
+from .model import as_drafter
+from .parts import check_distinct
 
 __all__ = [
     "Draft",

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from specdec_ext._host import InputMatcher
-from specdec_ext.decoding.checks import items, shown, token_ids
-from specdec_ext.decoding.drafters import Draft, GoOn, Requests
-from specdec_ext.decoding.drafters.text import TextDrafter, deterministic_draft
+from ..._host import InputMatcher
+from . import Draft, GoOn
+from .text import TextDrafter, deterministic_draft
 
 __all__ = ["AggressiveDrafter"]
 
@@ -55,7 +54,8 @@ class AggressiveDrafter(TextDrafter[_Alignment]):
     ----------
     inputs : sequence of sequence of int, optional
         The input of each request, in the order of the batch: the sentence to correct, say, without
-        the instruction around it. None: its prompt.
+        the instruction around it, or what an encoder-decoder's encoder reads, in ids of the
+        decoder. None: its prompt.
 
     Raises
     ------
@@ -83,32 +83,10 @@ class AggressiveDrafter(TextDrafter[_Alignment]):
     """
 
     def __init__(self, inputs: Sequence[Sequence[int]] | None = None) -> None:
-        super().__init__()
-        self.inputs: list[list[int]] | None = None
-        if inputs is not None:
-            name = "AggressiveDrafter: inputs"
-            several = items(inputs)
-            if several is None:
-                raise TypeError(
-                    f"{name} must be sequences of token ids or None, got {shown(inputs)}"
-                )
-            self.inputs = [
-                token_ids(f"AggressiveDrafter: ids of input {b}", ids)
-                for b, ids in enumerate(several)
-            ]
+        super().__init__(inputs)
 
     def _reader(self, request: int, prompt: list[int]) -> _Alignment:
         return _Alignment(prompt if self.inputs is None else self.inputs[request])
-
-    def start(self, requests: Requests) -> None:
-        """Take the prompts."""
-        batch = requests.input_ids.shape[0]
-        if self.inputs is not None and len(self.inputs) != batch:
-            raise ValueError(
-                f"AggressiveDrafter: inputs must be those of {batch} requests, got "
-                f"{len(self.inputs)}"
-            )
-        super().start(requests)
 
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Propose up to ``gamma`` tokens of what is left; none where output and input differ."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from specdec_ext.decoding.checks import integer
-from specdec_ext.decoding.drafters.model import ModelDrafter
-from specdec_ext.decoding.module_views import with_part
+from ..checks import integer
+from ..module_views import with_part
+from .model import ModelDrafter
 
 __all__ = ["EarlyExitDrafter", "first_layers"]
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
-from specdec_ext.contract import RULES, rule_names
-from specdec_ext.decoding.alpha import AlphaSamples
-from specdec_ext.decoding.checks import flag
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import (
+from ... import ops
+from ...contract import RULES, rule_names
+from ..alpha import AlphaSamples
+from ..checks import flag
+from ..counts import Counts
+from ..policies import GammaPolicy, as_policy
+from ..transfer import Transfer
+from . import (
     Draft,
     Drafter,
     GoOn,
@@ -25,11 +27,9 @@ from specdec_ext.decoding.drafters import (
     check_distinct,
     last_tokens,
 )
-from specdec_ext.decoding.drafters.model import ModelDrafter
-from specdec_ext.decoding.drafters.proposals import Proposals
-from specdec_ext.decoding.drafters.restarted import Restarted
-from specdec_ext.decoding.policies import GammaPolicy, as_policy
-from specdec_ext.decoding.transfer import Transfer
+from .model import ModelDrafter
+from .proposals import Proposals
+from .restarted import Restarted
 
 __all__ = ["HierarchicalDrafter"]
 

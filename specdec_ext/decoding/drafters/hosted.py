@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from specdec_ext.decoding.drafters.interface import Requests
+from .interface import Requests
 
 if TYPE_CHECKING:
-    from specdec_ext.decoding.hosting import HostedModel
+    from ..hosting import HostedModel
 
 
 class ModelHost:
@@ -34,7 +34,7 @@ class ModelHost:
 
     def _begin(self, requests: Requests, trees: bool = False) -> None:
         """Run the prompts but their last tokens."""
-        from specdec_ext.decoding.hosting import host_model
+        from ..hosting import host_model
 
         ids, mask = requests.input_ids, requests.attention_mask
         self._requests = requests

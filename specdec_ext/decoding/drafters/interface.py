@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
-from specdec_ext.contract import DOMAIN_COUPLED, DOMAIN_DRAFT
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.texts import on_the_host
+from ... import ops
+from ...contract import DOMAIN_COUPLED, DOMAIN_DRAFT
+from ..counts import Counts
+from ..texts import on_the_host
 
 __all__ = [
     "Draft",
@@ -74,9 +74,10 @@ class Requests:
     seeds : Tensor or None
         ``[B]`` int64; None if nothing is drawn at random.
     filters : mapping of str to Tensor
-        The target's ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``[B]`` each; absent: off.
+        ``temperature``, ``top_k``, ``top_p``, ``min_p`` that the draft is sampled with, ``[B]``
+        each; absent: off. They are the target's, unless the caller gave the draft its own.
     greedy : bool
-        Whether every request has temperature 0.
+        Whether every draft token is to be the likeliest one.
     needs_law : bool
         Whether verification reads the law that draft tokens were drawn from.
     coupled : bool

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from specdec_ext._host import RepeatFinder
-from specdec_ext.decoding.checks import integer
-from specdec_ext.decoding.drafters import Draft, GoOn
-from specdec_ext.decoding.drafters.text import TextDrafter, deterministic_draft
+from ..._host import RepeatFinder
+from ..checks import integer
+from . import Draft, GoOn
+from .text import TextDrafter, deterministic_draft
 
 __all__ = ["LookupDrafter"]
 
@@ -15,9 +17,10 @@ __all__ = ["LookupDrafter"]
 class LookupDrafter(TextDrafter[RepeatFinder]):
     """Copies what followed the latest earlier occurrence of the longest suffix of the text so far.
 
-    The text is the prompt and all that was generated. Where the copy reaches the end of the text,
-    it goes on in itself, so a period is continued. Reading a token and looking up are amortised
-    O(1), through a suffix automaton (``csrc/host/text_search.h``), about 200 bytes a token.
+    The text is the prompt and all that was generated, behind its input if it has one. Where the
+    copy reaches the end of the text, it goes on in itself, so a period is continued. Reading a
+    token and looking up are amortised O(1), through a suffix automaton
+    (``csrc/host/text_search.h``), about 200 bytes a token.
     Proposals cost next to nothing, so ``go_on`` is not asked. (Copying what followed a matching
     n-gram of the prompt: Saxena 2023, "Prompt Lookup Decoding"; the automaton: Blumer et al. 1985.)
 
@@ -26,6 +29,10 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
 
     Parameters
     ----------
+    inputs : sequence of sequence of int, optional
+        Texts that are searched as well, one a request, in the order of the batch, each read before
+        its prompt: what an encoder-decoder's encoder reads, in ids of the decoder, where the prompt
+        is no more than the token that starts the decoder. None: the prompts alone.
     min_match : int
         Propose only where the matching suffix has at least this many tokens.
     max_match : int
@@ -34,8 +41,11 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
 
     Raises
     ------
+    TypeError
+        Inputs that are no sequences of token ids.
     ValueError
-        ``min_match`` under 1 or over ``max_match``.
+        ``min_match`` under 1 or over ``max_match``; an id under 0; at the start, if there is not
+        one input a request.
 
     Examples
     --------
@@ -46,10 +56,24 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
     >>> drafter.start(Requests(ids, None, ends, 0, None, {}, greedy=True, needs_law=False))
     >>> drafter.propose(3, positions=torch.tensor([6])).tokens
     tensor([[9, 5, 7]])
+
+    What an encoder has read is copied where the output agrees with it:
+
+    >>> drafter = LookupDrafter([[7, 8, 9, 5]])
+    >>> ids = torch.tensor([[0, 8]])
+    >>> drafter.start(Requests(ids, None, ends, 0, None, {}, greedy=True, needs_law=False))
+    >>> drafter.propose(2, positions=torch.tensor([2])).tokens
+    tensor([[9, 5]])
     """
 
-    def __init__(self, *, min_match: int = 1, max_match: int = 16) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        inputs: Sequence[Sequence[int]] | None = None,
+        *,
+        min_match: int = 1,
+        max_match: int = 16,
+    ) -> None:
+        super().__init__(inputs)
         self.min_match = integer("LookupDrafter: min_match", min_match)
         self.max_match = integer("LookupDrafter: max_match", max_match)
         if not 1 <= self.min_match <= self.max_match:
@@ -60,6 +84,7 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
 
     def _reader(self, request: int, prompt: list[int]) -> RepeatFinder:
         finder = RepeatFinder(self.max_match)
+        finder.append([] if self.inputs is None else self.inputs[request])
         finder.append(prompt)
         return finder
 

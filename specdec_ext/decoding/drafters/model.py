@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.checks import is_model, shown
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters.hosted import ModelHost
-from specdec_ext.decoding.drafters.interface import (
+from ..checks import is_model, shown
+from ..counts import Counts
+from .hosted import ModelHost
+from .interface import (
     Draft,
     Drafter,
     GoOn,
@@ -33,7 +33,7 @@ class _Observed(NamedTuple):
 
 
 class ModelDrafter(ModelHost):
-    """Draws draft tokens from a causal model under the target's own filters and processors.
+    """Draws draft tokens from a causal model, under the draft's filters and the processors.
 
     The last draft token of a round is never run here: nothing would read its logits. So after full
     acceptance the model lacks two tokens, else one, and the next round's first call takes in

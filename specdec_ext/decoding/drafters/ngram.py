@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.checks import flag, integer, is_listing, number, shown, token_ids
-from specdec_ext.decoding.drafters import Draft, GoOn, prefix_or_drawn
-from specdec_ext.decoding.drafters.text import TextDrafter
+from ..checks import flag, integer, is_listing, number, shown, token_ids
+from . import Draft, GoOn, prefix_or_drawn
+from .text import TextDrafter
 
 __all__ = ["NgramDrafter"]
 

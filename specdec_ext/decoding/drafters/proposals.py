@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import GoOn
+from ..counts import Counts
+from . import GoOn
 
 __all__ = ["Proposals"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import Draft, GoOn, Requests
+from ..counts import Counts
+from . import Draft, GoOn, Requests
 
 __all__ = ["Restarted"]
 

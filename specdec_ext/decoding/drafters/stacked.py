@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.checks import flag
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import (
+from ..checks import flag
+from ..counts import Counts
+from . import (
     Draft,
     Drafter,
     GoOn,
@@ -20,7 +20,7 @@ from specdec_ext.decoding.drafters import (
     asked_for_some,
     check_distinct,
 )
-from specdec_ext.decoding.drafters.restarted import Restarted
+from .restarted import Restarted
 
 __all__ = ["StackableDrafter", "StackedDrafter"]
 

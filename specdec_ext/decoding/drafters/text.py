@@ -9,8 +9,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import Draft, Requests
+from ..checks import items, shown, token_ids
+from ..counts import Counts
+from . import Draft, Requests
 
 __all__ = ["Reader", "TextDrafter", "deterministic_draft"]
 
@@ -35,7 +36,19 @@ class TextDrafter(ABC, Generic[R]):
 
     calls = 0
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Sequence[Sequence[int]] | None = None) -> None:
+        name = type(self).__name__
+        several = None if inputs is None else items(inputs)
+        if inputs is not None and several is None:
+            raise TypeError(
+                f"{name}: inputs must be sequences of token ids or None, got {shown(inputs)}"
+            )
+        #: Of each request what it is to read beside, or in place of, its prompt.
+        self.inputs: list[list[int]] | None = None
+        if several is not None:
+            self.inputs = [
+                token_ids(f"{name}: ids of input {b}", ids) for b, ids in enumerate(several)
+            ]
         self._requests: Requests
         self._readers: list[R]
         self._numbers: list[int]  # which request each is, as they were at the start
@@ -48,6 +61,12 @@ class TextDrafter(ABC, Generic[R]):
 
     def start(self, requests: Requests) -> None:
         """Take the prompts."""
+        batch = requests.input_ids.shape[0]
+        if self.inputs is not None and len(self.inputs) != batch:
+            raise ValueError(
+                f"{type(self).__name__}: inputs must be those of {batch} requests, got "
+                f"{len(self.inputs)}"
+            )
         self._requests = requests
         self._prompts = requests.texts()
         self._numbers = list(range(len(self._prompts)))

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext import ops
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import Requests, last_tokens
-from specdec_ext.decoding.drafters.hosted import ModelHost
-from specdec_ext.decoding.trees import (
+from ... import ops
+from ...tree_masks import dense_tree_mask
+from ..counts import Counts
+from ..trees import (
     GrownTree,
     StaticTree,
     TreeDraft,
     draft_grown,
     draft_static,
 )
-from specdec_ext.tree_masks import dense_tree_mask
+from . import Requests, last_tokens
+from .hosted import ModelHost
 
 __all__ = ["TreeDrafter", "tree_view"]
 
@@ -31,7 +31,7 @@ def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TreeDrafter(ModelHost):
-    """Drafts trees with a causal model under the target's own filters.
+    """Drafts trees with a causal model under the draft's filters.
 
     Nodes of the last level are never run here: nothing would read their logits. So the model lacks
     two tokens after a path to the last level was accepted, else one; the next round's first call

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdec_ext.contract import GREEDY_BELOW
-from specdec_ext.decoding.checks import integer
-from specdec_ext.decoding.counts import Counts
-from specdec_ext.decoding.drafters import Draft, GoOn, Requests
+from ...contract import GREEDY_BELOW
+from ..checks import integer
+from ..counts import Counts
+from . import Draft, GoOn, Requests
 
 __all__ = ["UniformDrafter"]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 
-from specdec_ext.engines.vllm.settings import VARIABLE, parse_settings
+from .settings import VARIABLE, parse_settings
 
 __all__ = ["register"]
 
@@ -48,7 +48,7 @@ def register() -> None:
     settings = parse_settings(os.environ.get(VARIABLE, ""))
     if settings is None or _registered:
         return
-    from specdec_ext.engines.vllm import hooks, v1, v2
+    from . import hooks, v1, v2
 
     reason = hooks.mismatch()
     if reason is not None:

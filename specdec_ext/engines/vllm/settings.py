@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specdec_ext.contract import CHAIN_RULES, DOMAIN_COUPLED, DOMAIN_DRAFT, RULES, Rule
+from ...contract import CHAIN_RULES, DOMAIN_COUPLED, DOMAIN_DRAFT, RULES, Rule
 
 __all__ = ["VARIABLE", "Settings", "parse_settings"]
 

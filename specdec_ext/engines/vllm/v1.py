@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_ext.engines.vllm.layout import Kept, Layout, Layouts
-from specdec_ext.engines.vllm.requests import Facts, Requests
-from specdec_ext.engines.vllm.settings import Settings
+from ..._ops import ops
+from .layout import Kept, Layout, Layouts
+from .requests import Facts, Requests
+from .settings import Settings
 
 __all__ = ["DraftRows", "Draws", "Outstanding", "Step", "install", "sampler_class"]
 
@@ -121,7 +122,7 @@ class Draws:
             temperature = torch.where(self._bound, 0.0, temperature)
         drawn = []
         for k in range(per_request):
-            tokens, _ = torch.ops.specdec.sample(
+            tokens, _ = ops.sample(
                 logits[k::per_request],
                 seeds=seeds,
                 positions=self._positions,
@@ -263,7 +264,7 @@ def sampler_class(base: Any, output_class: Any, settings: Settings) -> Any:
             if step.draft is not None:
                 name = "draft_logits" if step.draft.are_logits else "draft_probs"
                 draft = {name: step.draft.laws, "draft_rows": step.draft.rows}
-            emitted, _, _, _, status = torch.ops.specdec.verify(
+            emitted, _, _, _, status = ops.verify(
                 source,
                 tokens,
                 **draft,
@@ -341,7 +342,7 @@ def _under_filters(source: Tensor, layout: Layout, filters: dict[str, Tensor | N
     by_row = {name: x[layout.owners] for name, x in filters.items() if x is not None}
     temperature = by_row["temperature"]
     by_row["temperature"] = torch.where(temperature < _VLLM_GREEDY, 1.0, temperature)
-    cutoff = torch.ops.specdec.row_law(source, **by_row)[2]
+    cutoff = ops.row_law(source, **by_row)[2]
     kept = torch.where(source >= cutoff[:, None], source, -torch.inf)
     return kept.to(torch.float32) / by_row["temperature"][:, None]
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec_ext.engines.vllm.settings import Settings
+from ..._ops import ops
+from .settings import Settings
 
 __all__ = ["draft_positions", "drafted_tokens", "install", "sampler_class"]
 
@@ -126,7 +127,7 @@ def sampler_class(base: Any, context_class: Any, settings: Settings) -> Any:
                 source, draft_sampled, verify_draft_sampled, target_rows[:, :gamma], slots, lengths
             )
             states, slot = self.sampler.sampling_states, idx_mapping.to(torch.int64)
-            emitted, accepted, _, _, _ = torch.ops.specdec.verify(
+            emitted, accepted, _, _, _ = ops.verify(
                 source,
                 tokens,
                 **_draft_law(draft_logits, slot, gamma),
@@ -265,7 +266,7 @@ def _wrap_gumbel_sample(inner: Callable[..., Any], settings: Settings) -> Callab
         if not given["is_drafting"] or given.get("logits_cache") is None or step is None:
             return sampled
         slot = given["expanded_idx_mapping"].to(torch.int64).clamp(min=0)  # -1: padding
-        tokens, _ = torch.ops.specdec.sample(
+        tokens, _ = ops.sample(
             given["logits"],
             seeds=given["seed"][slot],
             positions=draft_positions(given["pos"], step, settings.traits.races),

@@ -1,0 +1,182 @@
+"""`verify_sharded` on several processes: the bits of one, refusals everywhere, few bytes."""
+
+import inspect
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import specdec_ext
+from specdec_ext.distributed import TILE, even_bounds, verify_sharded
+
+CASES = 150
+VOCAB = 128_256
+
+JOBS = {
+    "cases": ("compare", {"first": 0, "count": CASES}),
+    "refusals": ("refuse", {}),
+    "inside": ("fail_inside", {}),
+    "tensors": ("distributed_tensors", {"vocab": 4100}),
+    "even": ("hand", {"vocab": VOCAB, "even": True, "rule": "block"}),
+    "uneven": ("hand", {"vocab": VOCAB, "even": False, "rule": "block"}),
+    "filtered": (
+        "hand",
+        {"vocab": VOCAB, "even": True, "rule": "token", "top_k": 50, "top_p": 0.9},
+    ),
+    "histograms": (
+        "hand",
+        {"vocab": VOCAB, "even": True, "rule": "token", "top_k": 5000, "top_p": 0.9},
+    ),
+    "coupled": ("hand", {"vocab": VOCAB, "even": True, "rule": "coupled"}),
+    **{
+        f"control: {name}": ("compare", {"first": 5000, "count": 25, "control": name})
+        for name in ranks.CONTROLS
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def four():
+    """What four processes return of every job."""
+    return ranks.start(JOBS, 4)
+
+
+def test_bits_are_those_of_one_rank(four):
+    assert [result["cases"]["wrong"] for result in four] == [[]] * 4
+    seen = four[0]["cases"]["seen"]
+    # What was tried is not nothing: any number of ranks, rules, borders, values that are no law.
+    for rule in specdec_ext.ops.RULES:
+        assert seen[f"rule {rule}"] >= 5, seen
+    assert all(seen[f"ranks {n}"] >= 20 for n in (1, 2, 3, 4)), seen
+    assert min(seen["borders inside tiles"], seen["several tiles"], seen["empty parts"]) >= 20, seen
+    assert all(seen[f"status {bit} of requests"] >= 1 for bit in (1, 2, 4, 8)), seen
+
+
+@pytest.mark.parametrize("name", ranks.CONTROLS)
+def test_what_is_wrong_is_found(four, name):
+    assert all(result[f"control: {name}"]["wrong"] for result in four)
+
+
+@pytest.mark.parametrize("name", ranks.REFUSALS)
+def test_what_is_wrong_on_one_rank_is_refused_on_all(four, name):
+    words = ranks.REFUSALS[name][1]
+    for rank, result in enumerate(four):
+        kind, text = result["refusals"]["said"][name]
+        assert words in text and "verify" in text, (rank, kind, text)
+        # A TypeError is that of the rank whose argument it is.
+        assert kind == ("TypeError" if name == "no tensor" and rank == 3 else "ValueError")
+
+
+def test_a_refusal_leaves_the_ranks_together(four):
+    assert [result["refusals"]["after"] for result in four] == [[]] * 4
+
+
+def test_a_failed_collective_is_what_is_raised(four):
+    assert [result["inside"] for result in four] == ["the line is cut"] * 4
+
+
+def test_tensors_of_a_mesh(four):
+    for result in four:
+        assert result["tensors"]["wrong"] == []
+        assert len(result["tensors"]["said"]) == 2
+        assert all("must be Shard(2)" in text for text in result["tensors"]["said"])
+
+
+@pytest.mark.parametrize(
+    "name, share", [("even", 0.05), ("filtered", 0.05), ("histograms", 0.08), ("coupled", 0.05)]
+)
+def test_logits_are_not_gathered(four, name, share):
+    for result in four:
+        handed = result[name]
+        assert handed["wrong"] == []
+        assert 0 < sum(handed["bytes"].values()) < share * handed["logits"], handed
+        assert "all_to_all_single" not in handed["calls"]
+
+
+def test_a_border_inside_a_tile_costs_less_than_a_tile_a_row(four):
+    for even, uneven in ((result["even"], result["uneven"]) for result in four):
+        assert uneven["wrong"] == []
+        assert uneven["bytes"].get("all_to_all_single", 0) < (2 * 4 + 2 * 3) * TILE * 2
+        rest = sum(uneven["bytes"].values()) - uneven["bytes"]["all_to_all_single"]
+        assert rest == pytest.approx(sum(even["bytes"].values()), rel=0.2)
+    assert max(result["uneven"]["bytes"]["all_to_all_single"] for result in four) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_other_numbers_of_processes(number):
+    jobs = {"cases": ("compare", {"first": 2000, "count": 60})}
+    if number > 1:
+        jobs["refusals"] = ("refuse", {})
+    results = ranks.start(jobs, number)
+    assert [result["cases"]["wrong"] for result in results] == [[]] * number
+    assert all(not result["refusals"]["after"] for result in results if number > 1)
+
+
+# ---- in this process -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_a_group_there_is_a_message():
+    with pytest.raises(ValueError, match="verify_sharded: torch.distributed has no process group"):
+        verify_sharded(**{k: v for k, v in ranks.usual().items()})
+
+
+def test_a_call_without_requests(alone):
+    tokens, logits = torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 4, 9)
+    result = verify_sharded(logits, tokens, rule="greedy")
+    assert [tuple(output.shape) for output in result] == [(0, 4), (0,), (0, 4), (0, 3), (0,)]
+
+
+def test_a_rank_alone_takes_numbers_and_lists(alone):
+    inputs = {**ranks.usual(), "temperature": [0.5, 1.5], "top_p": 0.7}
+    assert ranks.differences(verify_sharded(**inputs), specdec_ext.verify(**inputs)) == []
+
+
+def test_outputs_never_require_grad(alone):
+    inputs = ranks.usual()
+    inputs["target_logits"] = inputs["target_logits"].requires_grad_()
+    assert not any(output.requires_grad for output in verify_sharded(**inputs))
+
+
+def test_parameters_are_those_of_verify():
+    of_one = inspect.signature(specdec_ext.verify).parameters
+    of_many = inspect.signature(verify_sharded).parameters
+    assert [n for n in of_many if n not in of_one] == ["vocab_start", "group"]
+    left_out = {"draft_token_ids", "draft_probs_ids", "generator", "backend"}
+    assert {n for n in of_one if n not in of_many} == left_out
+    for name in of_many.keys() & of_one.keys():
+        assert of_many[name].default == of_one[name].default, name
+
+
+def test_tiles_are_those_of_the_kernels():
+    header = (ranks.ROOT / "csrc" / "core" / "rows.h").read_text()
+    assert f"#define SPECDEC_TILE {TILE}\n" in header
+
+
+@pytest.mark.parametrize("vocab, number", [(1, 1), (1, 4), (4096, 2), (4097, 2), (128_256, 8)])
+def test_even_bounds(vocab, number):
+    bounds = even_bounds(vocab, number)
+    widths = [-(-(b - a) // TILE) for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert bounds[0] == 0 and bounds[-1] == vocab and len(bounds) == number + 1
+    assert all(bound % TILE == 0 for bound in bounds[:-1] if bound < vocab)
+    assert min(widths) >= 0 and max(widths) - min(widths) <= 1
+
+
+def test_even_bounds_of_nothing():
+    with pytest.raises(ValueError, match="at least 1, got 0, 2"):
+        even_bounds(0, 2)
+
+
+def test_a_graph_leaves_it_out(alone):
+    compiled = torch.compile(verify_sharded, backend="eager")
+    inputs = ranks.usual()
+    assert ranks.differences(compiled(**inputs), specdec_ext.verify(**inputs)) == []
