@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,12 @@ from specdec_ext import reference
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # noqa: E402
-from gpu import peers  # noqa: E402
+from gpu import peers, tables  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 OURS, DENSE, FLEX = "specdec_ext", "sdpa, dense mask", "flex_attention, compiled"
 FLASHINFER = "flashinfer, custom mask"
-CONTESTANTS = (OURS, DENSE, FLEX, FLASHINFER)
 HEAD_SIZE = 128
 PAGE = 16
 
@@ -222,7 +221,8 @@ def run(setting: Setting, device: torch.device, budget: float) -> tuple[dict[str
             timed[name] = lambda _, contestant=contestant: contestant()
     load = common.Load()
     timings = common.measure(timed, budget=budget, device=device)
-    record: dict[str, Any] = {**asdict(setting), "others": load.share()}
+    facts = {"setting": setting.label(), "others": load.share()}
+    record: dict[str, Any] = {**asdict(setting), **facts}
     for name, timing in timings.items():
         record[f"{name} median ms"] = timing.median * 1e3
         record[f"{name} min ms"] = timing.min * 1e3
@@ -230,24 +230,6 @@ def run(setting: Setting, device: torch.device, budget: float) -> tuple[dict[str
         record["ratio"] = timings[DENSE].median / timings[OURS].median
         record["bar"] = bar(setting, device)
     return record, right
-
-
-def table(records: Iterable[dict[str, Any]]) -> str:
-    """Format what was measured."""
-
-    def cell(record: dict[str, Any], key: str, form: str) -> str:
-        return format(record[key], form) if record.get(key) is not None else "-"
-
-    rows = []
-    for r in records:
-        setting = Setting(**{k: r[k] for k in Setting.__dataclass_fields__})
-        times = [cell(r, f"{name} median ms", ".3g") for name in CONTESTANTS]
-        wanted = r.get("bar")
-        verdict = "-" if wanted is None else "PASS" if r["ratio"] >= wanted else "FAIL"
-        others = cell(r, "others", ".0%")
-        rows.append([setting.label(), *times, cell(r, "ratio", ".2f"), verdict, others])
-    header = ["setting", *(f"{name} ms" for name in CONTESTANTS)]
-    return common.markdown_table([*header, "ratio to dense", "bar", "others %"], rows)
 
 
 def main() -> int:
@@ -270,7 +252,7 @@ def main() -> int:
             found = {"machine": common.machine_facts(), "records": records}
             common.write_json(options.out.with_suffix(".json"), found)
             common.write_csv(options.out.with_suffix(".csv"), records)
-    print(table(records))
+    print(tables.attention_table(records))
     return 0 if all_right else 1
 
 

@@ -70,7 +70,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import bench_tree_attention  # noqa: E402
 import common  # noqa: E402
 
 from gpu import tables  # noqa: E402
@@ -112,7 +111,7 @@ LEAST = {
 #: Of the records of steps that have no other place in the report.
 TABLES: dict[str, Callable[[Any], str]] = {
     "trees": tables.trees_table,
-    "attention": bench_tree_attention.table,
+    "attention": tables.attention_table,
 }
 
 

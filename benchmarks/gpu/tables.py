@@ -152,6 +152,24 @@ def trees_table(records: Sequence[Mapping[str, Any]]) -> str:
     return common.markdown_table(header, rows)
 
 
+def attention_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Make the table of bench_tree_attention.py."""
+
+    def cell(record: Mapping[str, Any], key: str, form: str) -> str:
+        return format(record[key], form) if record.get(key) is not None else "-"
+
+    medians = dict.fromkeys(k for r in records for k in r if k.endswith(" median ms"))
+    rows = []
+    for r in records:
+        wanted = r.get("bar")
+        verdict = "-" if wanted is None else "PASS" if r["ratio"] >= wanted else "FAIL"
+        times = [cell(r, key, ".3g") for key in medians]
+        rows.append([r["setting"], *times, cell(r, "ratio", ".2f"), verdict])
+        rows[-1].append(cell(r, "others", ".0%"))
+    header = ["setting", *(key.replace(" median", "") for key in medians)]
+    return common.markdown_table([*header, "ratio to dense", "bar", "others %"], rows)
+
+
 def problems_table(state: Mapping[str, Any]) -> str:
     """Make the table of what was not timed."""
     rows = [

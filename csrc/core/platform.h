@@ -16,15 +16,19 @@
 #define SPECDEC_HD inline
 #endif
 
+// Code of CUDA kernels, by nvcc or, in their stand-in, by the host's compiler: what lies in memory
+// has one layout in both.
+#if defined(__CUDACC__) || defined(SPECDEC_ON_FIBRES)
+#define SPECDEC_ON_GPU 1
+#else
+#define SPECDEC_ON_GPU 0
+#endif
+
 // Whether there is code for draft laws that are lists of tokens (TokenLists). The CUDA kernels for
 // them are compiled apart, from cuda/verify_lists.cu and cuda/verify_tree_lists.cu, in a namespace
 // of their own: the others have no trace of it.
 #ifndef SPECDEC_LISTS
-#if defined(__CUDACC__) || defined(SPECDEC_ON_FIBRES)
-#define SPECDEC_LISTS 0
-#else
-#define SPECDEC_LISTS 1
-#endif
+#define SPECDEC_LISTS !SPECDEC_ON_GPU
 #endif
 
 namespace specdec {

@@ -45,7 +45,7 @@ struct Row {
   const uint32_t* allowed = nullptr;  // bits of a mask; nullptr: no mask
   const int32_t* tokens = nullptr;    // reduced vocabulary, see TokenMap; or TokenLists
   const int32_t* entries = nullptr;
-#ifndef __CUDACC__  // the CPU's alone: CUDA kernels have no registers to spare for it
+#if !SPECDEC_ON_GPU  // the CPU's alone: CUDA kernels have no registers to spare for it
   // Several ranks hold the row: tiles lie there, and `data` is where entry 0 would lie if the value
   // that all ranks know were a whole row.
   const HeldRow* held = nullptr;

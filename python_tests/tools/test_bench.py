@@ -313,9 +313,12 @@ def test_table_of_tree_attention(monkeypatch):
     setting = bench_trees.Setting(1, 8, 2, 1, 40, "float32")
     record, right = bench_trees.run(setting, torch.device("cpu"), budget=0.01)
     assert right and record["ratio"] > 0 and record["bar"] == 1.0
-    cells = bench_trees.table([record]).splitlines()[2].split("|")
+    other = {**record, f"{bench_trees.FLEX} median ms": 1.0}
+    table = bench_trees.tables.attention_table([record, other]).splitlines()
+    cells = table[2].split("|")
     assert setting.label() in cells[1] and cells[4].strip() == "-"
-    assert cells[7].strip() == ("PASS" if record["ratio"] >= 1.0 else "FAIL")
+    assert table[3].split("|")[4].strip() == "1"
+    assert cells[6].strip() == ("PASS" if record["ratio"] >= 1.0 else "FAIL")
     assert [s.dtype for s in bench_trees.grid(True, torch.device("cuda"))] == ["bfloat16"] * 5
 
 
