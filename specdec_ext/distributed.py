@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _fake
-from ._ops import ops
+from ._ops import NAMESPACE, add_op_namespace_prefix, ops
 from .backend import cpu_capability
 from .contract import VerifyResult
 from .ops import _EXPANDED, _PASSED_ON, Floats, Ints, _check_type, _per_request
@@ -88,11 +88,11 @@ def _exchange(mine: Tensor, exchange: int) -> Tensor:
 
 
 _library: Any = torch.library
-_fragment = _library.Library("specdec", "FRAGMENT")  # kept: registrations go away with the object
+_fragment = _library.Library(NAMESPACE, "FRAGMENT")  # kept: registrations go away with the object
 _fragment.impl("_exchange", _exchange, "CPU")
 for _operator in ("_exchange", "_verify_sharded"):
     _fragment.impl(_operator, _library.fallthrough_kernel, "Autograd")
-_library.register_fake("specdec::_verify_sharded", _fake.FAKES["verify"])
+_library.register_fake(add_op_namespace_prefix("_verify_sharded"), _fake.FAKES["verify"])
 
 
 # -------------------------------------------------------------------------------------------------

@@ -45,16 +45,6 @@ struct ResidualWeight {
   }
 };
 
-// [a p]+, by the instructions of ResidualWeight where the draft's weight is 0.
-struct BareWeight {
-  ExpWeight target;
-  VecF scale;
-  explicit BareWeight(const DrawTask& task)
-      : target(task.target_law),
-        scale(splat(static_cast<float>(task.coefficients.target / task.target_law.z))) {}
-  VecF operator()(VecF x) const { return positive_part(scale * target(x)); }
-};
-
 // A residual without a draft law: a p.
 template <typename TargetWeight>
 struct ScaledWeight {
@@ -64,6 +54,12 @@ struct ScaledWeight {
       : target(task.target_law),
         scale(splat(static_cast<float>(task.coefficients.target / task.target_law.z))) {}
   VecF operator()(VecF x) const { return scale * target(x); }
+};
+
+// [a p]+, by the instructions of ResidualWeight where the draft's weight is 0.
+struct BareWeight : ScaledWeight<ExpWeight> {
+  using ScaledWeight::ScaledWeight;
+  VecF operator()(VecF x) const { return positive_part(ScaledWeight::operator()(x)); }
 };
 
 template <typename DraftWeight>

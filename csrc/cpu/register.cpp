@@ -89,8 +89,8 @@ Tensor exchange(const Ranks& ranks, const Tensor& mine, int64_t expected) {
   const int64_t name = *static_cast<const int64_t*>(ranks.context);
   std::array<StableIValue, 2> stack{torch::stable::detail::from(mine),
                                     torch::stable::detail::from(name)};
-  const bool failed =
-      torch_call_dispatcher("specdec::_exchange", "", stack.data(), TORCH_ABI_VERSION) != 0;
+  const bool failed = torch_call_dispatcher(SPECDEC_TEXT(SPECDEC_NAMESPACE) "::_exchange", "",
+                                            stack.data(), TORCH_ABI_VERSION) != 0;
   if (failed) throw std::runtime_error("verify_sharded: there is no exchange between ranks");
   Tensor found = torch::stable::detail::to<Tensor>(stack[0]);
   if (found.numel() != expected) {
@@ -150,11 +150,7 @@ extern "C" __attribute__((visibility("default"))) const char* specdec_cpu_capabi
 
 // The namespace of the operators in torch.ops, read by specdec_ext/_ops.py.
 extern "C" __attribute__((visibility("default"))) const char* specdec_namespace() {
-#define SPECDEC_QUOTED(name) #name
-#define SPECDEC_TEXT(name) SPECDEC_QUOTED(name)
   return SPECDEC_TEXT(SPECDEC_NAMESPACE);
-#undef SPECDEC_TEXT
-#undef SPECDEC_QUOTED
 }
 
 extern "C" __attribute__((visibility("default"))) const char* specdec_cpu_variants() {

@@ -20,6 +20,10 @@
 #define SPECDEC_NAMESPACE specdec
 #endif
 
+// Its name as text.
+#define SPECDEC_TEXT_OF(name) #name
+#define SPECDEC_TEXT(name) SPECDEC_TEXT_OF(name)
+
 // torch's macros glue their arguments into names, so SPECDEC_NAMESPACE has to be expanded first.
 #define SPECDEC_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 #define SPECDEC_LIBRARY_IMPL(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)

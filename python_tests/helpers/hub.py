@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 #: vLLM's; a command line; libraries of operators, which are no modules.
@@ -61,6 +62,9 @@ def check_package(kernel: ModuleType, name: str) -> None:
     assert torch.equal(tokens, compiled(**call).tokens)
     assert str(operators.verify.default._schema).startswith(f"{name}::verify(")
     assert hasattr(getattr(torch.ops, f"{name}_triton"), "verify")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert torch.equal(tokens, kernel.distributed.verify_sharded(**call).tokens)
     finder = kernel.decoding.drafters.lookup.RepeatFinder(8)
     finder.append([1, 2, 3, 1, 2])
     assert finder.continuation(1, 2) == [3]
@@ -98,6 +102,8 @@ def main() -> None:
     if where == "beside":
         assert torch.equal(before, kernel.verify(**drafted()).tokens)
         assert torch.equal(before, specdec_ext.verify(**drafted()).tokens)
+        sharded = importlib.import_module("specdec_ext.distributed").verify_sharded
+        assert torch.equal(before, sharded(**drafted()).tokens)
         assert torch.ops.specdec.verify is not getattr(torch.ops, name).verify
         assert specdec_ext.verify is not kernel.verify
     print(f"kernels: {name} {where}, {count} modules")

@@ -50,7 +50,7 @@ class TokenLists(NamedTuple):
     """Which tokens rows of probabilities are of, where they name few; see token_lists.py."""
 
     tokens: Any  # int32, of each probability, ascending
-    counts: Any  # int32, of each row: how many; -1: it is no list
+    counts: Any  # int32, of each row: how many; 0: no legal list
     width: Any  # of a row in memory
 
 
@@ -204,7 +204,7 @@ def row_at(rows, b, s):
     if rows.lists.tokens is not None:
         listed = rows.lists.tokens + offset
         count = tl.load(rows.lists.counts + offset // rows.lists.width)
-        entries = tl.where(count >= 0, entries, 0)
+        entries = tl.where(count > 0, entries, 0)
         count = tl.where(entries > 0, count, 0)
     return Row(rows.data + offset, entries, known, words, tokens, places, listed, count)
 

@@ -56,6 +56,6 @@ def _sorted_lists(probs: Tensor, ids: Tensor, vocab: int) -> DraftRows:
     tokens, order = torch.where(known, ids, vocab).to(torch.int32).sort(-1)
     twice = (tokens[..., 1:] == tokens[..., :-1]) & (tokens[..., 1:] < vocab)
     wrong = (named & ~known).any(-1) | twice.any(-1)
-    counts = torch.where(wrong, -1, known.sum(-1)).to(torch.int32)
+    counts = torch.where(wrong, 0, known.sum(-1)).to(torch.int32)
     lists = TokenLists(tokens.contiguous(), counts.contiguous(), tokens.shape[-1])
     return DraftRows(probs.to(torch.float32).gather(-1, order).contiguous(), vocab, True, lists)
