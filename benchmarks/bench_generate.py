@@ -329,9 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{text}")
     name = f"generate-{options.device}-{time.strftime('%Y-%m-%d', time.gmtime())}"
     stem = options.output / (name + ("-quick" if options.quick else "") + options.suffix)
-    common.write_json(stem.with_suffix(".json"), {"machine": facts, "records": records})
-    common.write_csv(stem.with_suffix(".csv"), records)
-    stem.with_suffix(".md").write_text(text + "\n")
+    common.write_record(stem, facts, records, text)
     print(f"\nwritten: {stem}.json, .csv, .md")
     return 1 if wrong else 0
 

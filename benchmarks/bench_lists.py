@@ -1,6 +1,6 @@
 """Time `specdec_ext.verify` with draft laws as lists of tokens, and as rows over the vocabulary.
 
-    python benchmarks/bench_lists.py --output benchmarks/results/lists-cpu
+    python benchmarks/bench_lists.py --out benchmarks/results/lists-cpu
     python benchmarks/bench_lists.py --batch 1 --listed 64
 
 ``lists``: ``draft_probs`` and ``draft_probs_ids`` ``[B, G, K]``. ``rows``: the same laws as
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sets", type=int, default=2, help="of inputs")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a setting is timed")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--output", type=Path, help="records: this name with .csv and .json")
+    parser.add_argument("--out", type=Path, help="a record: this path with .csv, .json and .md")
     options = parser.parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -150,11 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(record, flush=True)
         records.append(record)
     print(table(records))
-    if options.output is not None:
-        common.write_csv(options.output.with_suffix(".csv"), records)
-        machine = {**common.machine_facts(), "command": " ".join(sys.argv)}
-        payload = dict(machine=machine, records=records)
-        common.write_json(options.output.with_suffix(".json"), payload)
+    if options.out is not None:
+        facts = {**common.machine_facts(), "command": sys.argv}
+        common.write_record(options.out, facts, records, table(records))
     return 0
 
 

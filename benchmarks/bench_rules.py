@@ -495,9 +495,7 @@ def write_results(
     name = f"rules-cpu-{time.strftime('%Y-%m-%d', time.gmtime())}"
     stem = options.output / (name + ("-quick" if options.quick else "") + options.suffix)
     records = [result.record() for result in results]
-    common.write_json(stem.with_suffix(".json"), {"machine": facts, "records": records})
-    common.write_csv(stem.with_suffix(".csv"), records)
-    stem.with_suffix(".md").write_text(text + "\n")
+    common.write_record(stem, facts, records, text)
     plotted = plot(stem.with_suffix(".png"), results)
     print(f"\nwritten: {stem}.json, .csv, .md{', .png' if plotted else ' (matplotlib is missing)'}")
 

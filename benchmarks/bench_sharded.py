@@ -151,9 +151,7 @@ def main() -> None:
     print(formatted(rows))
     if options.out:
         facts = {**common.machine_facts(), "ranks": options.ranks, "command": sys.argv}
-        common.write_csv(options.out.with_suffix(".csv"), rows)
-        common.write_json(options.out.with_suffix(".json"), {"machine": facts, "records": rows})
-        options.out.with_suffix(".md").write_text(formatted(rows) + "\n")
+        common.write_record(options.out, facts, rows, formatted(rows))
 
 
 if __name__ == "__main__":

@@ -249,9 +249,7 @@ def main() -> int:
         records.append(record)
         all_right = all_right and right
         if options.out is not None:  # after each setting: a time limit may end this
-            found = {"machine": common.machine_facts(), "records": records}
-            common.write_json(options.out.with_suffix(".json"), found)
-            common.write_csv(options.out.with_suffix(".csv"), records)
+            common.write_record(options.out, common.machine_facts(), records)
     print(tables.attention_table(records))
     return 0 if all_right else 1
 

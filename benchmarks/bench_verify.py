@@ -650,8 +650,7 @@ def write_results(
     mode = "" if options.mode == "grid" else f"-{options.mode}"
     stem = options.output / f"verify-cpu-{facts['time'][:10]}{mode}{options.suffix}"
     records = [record for result in results for record in result.records()]
-    common.write_json(stem.with_suffix(".json"), {"machine": facts, "records": records})
-    common.write_csv(stem.with_suffix(".csv"), records)
+    common.write_record(stem, facts, records)
     title = f"verify, {facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}"
     if not results:
         print(f"\nwrote {stem}.json, .csv")

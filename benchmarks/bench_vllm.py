@@ -425,9 +425,7 @@ def main() -> None:
         import vllm
 
         facts = {**common.machine_facts(), "vllm": vllm.__version__, "command": sys.argv}
-        common.write_csv(args.out.with_suffix(".csv"), records)
-        common.write_json(args.out.with_suffix(".json"), {"machine": facts, "records": records})
-        args.out.with_suffix(".md").write_text(table(records) + "\n")
+        common.write_record(args.out, facts, records, table(records))
 
 
 if __name__ == "__main__":

@@ -249,6 +249,19 @@ def write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(records)
 
 
+def write_record(
+    stem: Path,
+    facts: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    text: str = "",
+) -> None:
+    """Write a run's record: stem.json with the machine's facts, stem.csv, and a text as stem.md."""
+    write_json(stem.with_suffix(".json"), {"machine": facts, "records": records})
+    write_csv(stem.with_suffix(".csv"), records)
+    if text:
+        stem.with_suffix(".md").write_text(text + "\n")
+
+
 def plot_times(
     path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], title: str
 ) -> bool:

@@ -219,8 +219,6 @@ def run(options: argparse.Namespace, facts: dict[str, Any]) -> int:
     name = f"tree-times-cpu-{time.strftime('%Y-%m-%d', time.gmtime())}"
     stem = options.output / (name + ("-quick" if options.quick else "") + options.suffix)
     facts["read_gb_per_s"] = round(bandwidth / 1e9, 2)
-    common.write_json(stem.with_suffix(".json"), {"machine": facts, "records": records})
-    common.write_csv(stem.with_suffix(".csv"), records)
-    stem.with_suffix(".md").write_text(text + "\n")
+    common.write_record(stem, facts, records, text)
     print(f"\nwritten: {stem}.json, .csv, .md")
     return 0

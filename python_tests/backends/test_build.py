@@ -15,6 +15,7 @@ from pathlib import Path
 import fibres
 import pytest
 import torch
+from processes import output_of
 
 import specdec_ext
 from specdec_ext import backend
@@ -25,18 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "specdec_ext"
 BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
 VARIANTS = backend.cpu_variants()
-
-
-def output_of(*command, cwd=ROOT, **environment):
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout
 
 
 def checked_output_of(*command, **kwargs):

@@ -16,7 +16,7 @@ TINY = "--batch 2 --listed 3 --dtype float32 --gamma 2 --vocab 40 --budget 0.01"
 
 
 def test_smoke(tmp_path, capsys):
-    assert bench.main([*TINY, "--output", str(tmp_path / "record")]) == 0
+    assert bench.main([*TINY, "--out", str(tmp_path / "record")]) == 0
     records = json.loads((tmp_path / "record.json").read_text())["records"]
     assert [record["rule"] for record in records] == ["block", "token"]
     assert all(record["lists ms"] > 0 for record in records)

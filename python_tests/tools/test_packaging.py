@@ -4,15 +4,14 @@
 the layout for Hugging Face `kernels`.
 """
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+from processes import output_of
 
 from specdec_ext import _installed, triton
 from specdec_ext.commands import pair
@@ -20,18 +19,6 @@ from specdec_ext.commands import pair
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "specdec_ext"
 WEIGHTS = "benchmarks/pair/package/"
-
-
-def output_of(*command, cwd=ROOT, **environment):
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout
 
 
 def run_setup(tmp_path, *words, before="", **environment):
