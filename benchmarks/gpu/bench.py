@@ -380,7 +380,7 @@ class State:
 def contestants(cell: Cell, options: argparse.Namespace) -> list[str]:
     """List what is timed in a cell: ours, the peers, a plain read."""
     names = [name for b in ours(options.device) for name in named(b, cell)]
-    absent = {name for name, reason in peers.absences().items() if reason is not None}
+    absent = {name for name, reason in peers.absences(options.device).items() if reason is not None}
     names += [*peers.eager_laws(cell.sampling), *(n for n in PACKAGES if n not in absent)]
     return [name for name in [*names, READ] if name in options.contestants]
 
@@ -623,7 +623,7 @@ def work(options: argparse.Namespace, state: State) -> int:
         torch.cuda.set_device(device)
     if "copy_gb_s" not in state.facts:
         state.facts |= {**replays.facts(device), **ceilings(device), "seed": options.seed}
-        state.facts["peers"] = {k: v or "present" for k, v in peers.absences().items()}
+        state.facts["peers"] = {k: v or "present" for k, v in peers.absences(device).items()}
         state.facts["backends"] = {k: v or "present" for k, v in absences().items()}
         state.save()
         print(json.dumps(state.facts), flush=True)

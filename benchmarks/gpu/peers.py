@@ -343,9 +343,10 @@ def missing(package: str) -> str | None:
     return None
 
 
-def absences() -> Mapping[str, str | None]:
+def absences(device: torch.device) -> Mapping[str, str | None]:
     """Map every peer that is a package of its own to why it is left out, None if it is there."""
-    return {name: missing(name) for name in ("flashinfer", "vllm")}
+    reason = None if device.type == "cuda" else "its kernels need a GPU"
+    return {name: missing(name) or reason for name in ("flashinfer", "vllm")}
 
 
 def verifier(
@@ -364,7 +365,7 @@ def verifier(
 def main() -> int:
     """Build what peers compile at their first call, and say what there is."""
     device = torch.device("cuda", 0)
-    for name, reason in absences().items():
+    for name, reason in absences(device).items():
         calls = {name: partial(tiny_call, name, device)}
         if name == "flashinfer":
             calls["flashinfer's attention"] = partial(tiny_attention, device)

@@ -36,7 +36,8 @@ and ``--merge CHECKS.json BENCH.json`` makes one report of theirs.
 
 A few packages make more of it, installed or on PYTHONPATH: flashinfer-python and apache-tvm-ffi
 (0.6.4 and 0.1.15 do with what torch brings, and nvcc compiles their kernels here); vLLM, or what
-carry_vllm.py takes out of it; pytest-xdist and pytest-timeout for the tests.
+carry_vllm.py takes out of it; pytest-xdist and pytest-timeout for the tests. What travels is
+limited: carry FlashInfer as a wheel (8 MB) and unpack it there with ``python3 -m zipfile -e``.
 
 Results: ``gpu-<name>-<date>.json``, ``.md`` and ``.log`` (everything printed) under ``--out``,
 benchmarks/results by default, written again after each step. The exit code says whether a step

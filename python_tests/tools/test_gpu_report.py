@@ -572,7 +572,8 @@ def packages(monkeypatch):
 @pytest.mark.parametrize("drafter", bench_gpu.DRAFTERS)
 @pytest.mark.parametrize("name", ["flashinfer", "vllm"])
 def test_packages_are_called_as_documented(packages, name, drafter, sampling):
-    assert peers.absences() == {"flashinfer": None, "vllm": None}
+    assert peers.absences(torch.device("cuda")) == {"flashinfer": None, "vllm": None}
+    assert all("GPU" in reason for reason in peers.absences(CPU).values())
     requests = 20_000 if name == "flashinfer" or sampling.top_k == 0 else 5_000
     inputs, p, alpha = law_of_small_requests(drafter, sampling, requests)
     before = inputs.target.clone()
@@ -603,7 +604,7 @@ def test_attention_of_flashinfer_is_called_as_documented(packages):
 def test_absent_packages_are_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     peers.missing.cache_clear()
-    assert "vllm" in peers.absences()["vllm"]
+    assert "vllm" in peers.absences(CPU)["vllm"]
     peers.missing.cache_clear()
 
 
