@@ -184,13 +184,13 @@ def check_limit(new):
     """All rows get so many tokens, and no slot is computed for more."""
     target, draft = pair(noise=0.01)
     ids, mask = prompts([4, 3])
+    limits = dict(max_new_tokens=new, gamma=4)
+    specdec_ext.generate(target, draft, ids, attention_mask=mask, **limits)  # tries the models
     fed = []
     target.register_forward_pre_hook(
         lambda model, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    sequences, statistics = specdec_ext.generate(
-        target, draft, ids, attention_mask=mask, max_new_tokens=new, gamma=4
-    )
+    sequences, statistics = specdec_ext.generate(target, draft, ids, attention_mask=mask, **limits)
     # No slot past the last token is computed: 3 prompt tokens, then at most what may be emitted.
     assert all(tokens <= max(3, new) for tokens in fed)
     assert sequences.shape == (2, 4 + new)
@@ -254,6 +254,10 @@ def test_no_forward_beyond_gamma_a_round():
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 1.0])
 def test_compaction_changes_nothing_but_the_slots(monkeypatch, share):
     monkeypatch.setattr(CachedModel.__init__, "__kwdefaults__", {"room": 0, "compact_above": share})
+    target, draft = pair()
+    ids, mask = prompts(RAGGED)
+    limits = dict(max_new_tokens=60, gamma=4)
+    specdec_ext.generate(target, draft, ids, attention_mask=mask, **limits)  # tries the models
     compactions = 0
     gather = GrowingLayer.gather
 
@@ -263,11 +267,7 @@ def test_compaction_changes_nothing_but_the_slots(monkeypatch, share):
         gather(self, index)
 
     monkeypatch.setattr(GrowingLayer, "gather", counting)
-    target, draft = pair()
-    ids, mask = prompts(RAGGED)
-    sequences, _ = specdec_ext.generate(
-        target, draft, ids, attention_mask=mask, max_new_tokens=60, gamma=4
-    )
+    sequences, _ = specdec_ext.generate(target, draft, ids, attention_mask=mask, **limits)
     assert torch.equal(sequences, greedy(target, ids, mask, 60))
     assert (compactions == 0) == (share == 1.0)
 
