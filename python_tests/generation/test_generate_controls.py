@@ -153,6 +153,13 @@ def test_times(monkeypatch):
     check_times(monkeypatch)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def tried():
+    """The loop tries a class of models once: before anything is planted."""
+    check_greedy()
+    check_batch_mates("block")
+
+
 def must_fail(check, *arguments, by=AssertionError):
     with pytest.raises(by):
         check(*arguments)
