@@ -85,12 +85,10 @@ class ToldDistances:
     ----------
     model : torch.nn.Module
         A Hugging Face encoder-decoder. It is not modified.
-    paths : list of str
-        Its attentions, see `biases_by_distance`.
     """
 
-    def __init__(self, model: Any, paths: list[str]) -> None:
-        self.view, copies = with_copies(model, paths)
+    def __init__(self, model: Any) -> None:
+        self.view, copies = with_copies(model, biases_by_distance(model))
         self.distances: Tensor | None = None  # [B, m, S] of the next call
         for part in copies.values():
             vars(part)["compute_bias"] = partial(self._bias, part.compute_bias)

@@ -43,8 +43,8 @@ class Manner(NamedTuple):
         Why it cannot be.
     table : PositionTable or None
         Where its embeddings of positions are, if it counts them in cache slots.
-    biases : list of str
-        Where its attentions are that count distances in cache slots, if they can be told others.
+    distances : bool
+        Whether its attentions count distances in cache slots, and can be told others.
     heeds : bool
         Whether ``decoder_position_ids`` change what it says.
     writes : bool
@@ -53,13 +53,13 @@ class Manner(NamedTuple):
 
     fault: str | None = None
     table: PositionTable | None = None
-    biases: list[str] = []  # noqa: RUF012  (immutable by use)
+    distances: bool = False
     heeds: bool = False
     writes: bool = False
 
 
-#: Makes a model that is told what such a thing counts: positions, or distances.
-Tell = Callable[["PositionTable | list[str]"], "EncodedModel"]
+#: Makes a model that is told positions by a table, or distances where there is none.
+Tell = Callable[["PositionTable | None"], "EncodedModel"]
 
 _found: weakref.WeakKeyDictionary[Any, tuple[list[int], Manner]] = weakref.WeakKeyDictionary()
 
@@ -72,7 +72,7 @@ def find_manner(encoded: EncodedModel, tell: Tell) -> Manner:
     encoded : EncodedModel
         The model, with one input at least.
     tell : callable
-        Makes an `EncodedModel` that is told positions by a table, or distances for biases.
+        Makes an `EncodedModel` that is told positions by a table; of None: distances.
     """
     model = encoded.model
     if encoded.training:  # dropout: answers differ in any case
@@ -92,9 +92,8 @@ def _find(encoded: EncodedModel, tell: Tell) -> Manner:
         return manner
     if _uses_position_ids(encoded):
         return manner._replace(heeds=True)
-    biases = biases_by_distance(encoded.model)
-    if biases and _right_when_told(tell(biases), positions=False):
-        return manner._replace(biases=biases)
+    if biases_by_distance(encoded.model) and _right_when_told(tell(None), positions=False):
+        return manner._replace(distances=True)
     table = find_position_table(
         encoded.model, _repeated(encoded, 2)._run, _words(encoded), encoded.config.pad_token_id
     )

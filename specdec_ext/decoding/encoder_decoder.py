@@ -55,6 +55,7 @@ class EncodedModel:
         self.dtype, self.device, self.training = model.dtype, model.device, model.training
         self.writes = False  # whether the decoder changes what it is given
         self._cross: Any = DynamicCache()
+        self._look()
 
     @property
     def states(self) -> Tensor:
@@ -157,9 +158,8 @@ class _PositionedModel(EncodedModel):
         mask: Tensor | None,
         table: PositionTable,
     ) -> None:
-        super().__init__(model, outputs, mask)
         self._table = table
-        self._look()
+        super().__init__(model, outputs, mask)
 
     def _look(self) -> None:
         self._told = ToldPositions(self.model.get_submodule(self._table.path), self._table)
@@ -188,15 +188,8 @@ class _PositionedModel(EncodedModel):
 class _DistancedModel(EncodedModel):
     """One whose attention counts distances in cache slots: a view of it is told what they are."""
 
-    def __init__(
-        self, model: Any, outputs: ModelOutput, mask: Tensor | None, biases: list[str]
-    ) -> None:
-        super().__init__(model, outputs, mask)
-        self._biases = biases
-        self._look()
-
     def _look(self) -> None:
-        self._told = ToldDistances(self.model, self._biases)
+        self._told = ToldDistances(self.model)
 
     def forward(
         self,
@@ -299,10 +292,10 @@ def _of_its_kind(model: Any, outputs: ModelOutput, mask: Tensor | None) -> Encod
     if not len(plain.states):
         return plain
 
-    def tell(told: PositionTable | list[str]) -> EncodedModel:
-        kind: Any = _DistancedModel if isinstance(told, list) else _PositionedModel
-        made: EncodedModel = kind(model, outputs, mask, told)
-        return made
+    def tell(table: PositionTable | None) -> EncodedModel:
+        if table is None:
+            return _DistancedModel(model, outputs, mask)
+        return _PositionedModel(model, outputs, mask, table)
 
     manner = find_manner(plain, tell)
     if manner.fault is not None:
@@ -312,7 +305,7 @@ def _of_its_kind(model: Any, outputs: ModelOutput, mask: Tensor | None) -> Encod
         kind = _NumberedModel(model, outputs, mask)
     elif manner.table is not None:
         kind = tell(manner.table)
-    elif manner.biases:
-        kind = tell(manner.biases)
+    elif manner.distances:
+        kind = tell(None)
     kind.writes = manner.writes
     return kind
