@@ -92,7 +92,7 @@ def _find(encoded: EncodedModel, tell: Tell) -> Manner:
         return manner
     if _uses_position_ids(encoded):
         return manner._replace(heeds=True)
-    if biases_by_distance(encoded.model) and _right_when_told(tell(None), positions=False):
+    if _can_be_told_distances(encoded, tell):
         return manner._replace(distances=True)
     table = find_position_table(
         encoded.model, _repeated(encoded, 2)._run, _words(encoded), encoded.config.pad_token_id
@@ -100,6 +100,17 @@ def _find(encoded: EncodedModel, tell: Tell) -> Manner:
     if table is not None and _right_when_told(tell(table)):
         return manner._replace(table=table)
     return manner
+
+
+def _can_be_told_distances(encoded: EncodedModel, tell: Tell) -> bool:
+    """Tell whether a decoder biases attention by distance, and is right when it is told some."""
+    if not biases_by_distance(encoded.model):
+        return False
+    try:
+        told = tell(None)
+    except TypeError:  # no view can be made of it: its forward is wrapped
+        return False
+    return _right_when_told(told, positions=False)
 
 
 def _right_when_told(encoded: EncodedModel, *, positions: bool = True) -> bool:
