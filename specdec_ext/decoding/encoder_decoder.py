@@ -267,8 +267,9 @@ def encoded(
 
     Notes
     -----
-    The decoder is run on a handful of tokens, the first time, to see how it can be told positions.
-    One that cannot be runs one request at a time where they would matter.
+    The decoder is run on a handful of tokens, the first time, to see how it can be told positions,
+    or distances where it biases attention by these (T5). One that cannot be runs one request at a
+    time where they would matter, and is refused trees.
 
     Examples
     --------
