@@ -122,13 +122,13 @@ def generate_fn(
     ValueError
         Something is asked for that the loop has not: beams, scores, attentions, hidden states,
         inputs that are no token ids, a cache that is not empty, a cache that is offloaded or
-        quantized, a static one of an encoder-decoder; a processor or criterion whose state cannot
-        be copied, or that makes requests depend on each other.
+        quantized; a processor or criterion whose state cannot be copied, or that makes requests
+        depend on each other.
 
     Notes
     -----
     transformers hands no ``streamer`` to functions like this one: use ``on_round``. The loop has
-    caches of its own; under ``cache_implementation="static"`` those of causal models keep one size.
+    caches of its own, which keep one size under ``cache_implementation="static"``.
 
     Whisper's own ``generate`` cuts audio into segments and calls this function for each. Its
     ``logprob_threshold`` (and with it ``no_speech_threshold``) needs scores, and it takes apart
@@ -167,7 +167,7 @@ def generate_fn(
             if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         ],
         pad_token_id=next(iter(_ids(config._pad_token_tensor)), None),
-        static_cache=isinstance(model_kwargs.get("past_key_values"), StaticCache),
+        static_cache=_is_static(model_kwargs.get("past_key_values")),
         padded_texts=True,  # min_new_tokens and their like count from the padded prompts' end
         on_round=on_round,
         **filters,
@@ -215,10 +215,7 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
     wanted += [
         name for name in model_kwargs if name not in prepared and model_kwargs[name] is not None
     ]
-    caches = {"offloaded", "offloaded_static", "quantized"}
-    if model.config.is_encoder_decoder:
-        caches.add("static")
-    if config.cache_implementation in caches:
+    if config.cache_implementation in {"offloaded", "offloaded_static", "quantized"}:
         wanted.append(f"cache_implementation={config.cache_implementation!r}")
     wanted += [
         f"{name} that are not empty"
@@ -230,6 +227,11 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
             f"generate_fn: {type(model).__name__}.generate was asked for what speculative decoding "
             f"has not here: {', '.join(wanted)}"
         )
+
+
+def _is_static(cache: Any) -> bool:
+    """Tell whether a cache, an encoder-decoder's say, was handed over to keep one size."""
+    return isinstance(getattr(cache, "self_attention_cache", cache), StaticCache)
 
 
 def _is_empty(cache: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 import specdec_ext
 from specdec_ext.decoding import (
     AggressiveDrafter,
+    BanditDrafter,
     ConfidenceStop,
     EarlyExitDrafter,
     EntropyBound,
@@ -475,6 +476,12 @@ CONSTRUCTORS = {
         "refill": NOT_FLAGS,
     },
     StackedDrafter: {"continued": NOT_FLAGS},
+    BanditDrafter: {
+        "costs": (3, "ab", [None], [True], [-1.0], [math.nan], [], [0.1, 0.1]),
+        "together": NOT_FLAGS,
+        "memory": (*(wrong for wrong in NOT_INTS if wrong is not None), 1),
+        "clock": (3, None),
+    },
     StaticTree: {
         "parents": (3, None, "ab", (), (0,), (-1, 1), (-1, 0.0), (-1, True), (-1, None), [[-1]]),
         "children": ("nosuch", None, 3),
@@ -500,6 +507,7 @@ REQUIRED = {
     GradientAscent: {"c": 0.1},
     NgramDrafter: {"vocab_size": 5},
     UniformDrafter: {"vocab_size": 5},
+    BanditDrafter: {"costs": [0.0]},
     HierarchicalDrafter: {"model": MODEL, "draft": MODEL},
     StaticTree: {"parents": (-1, 0)},
     StaticTree.from_widths: {"widths": (2, 1)},
@@ -513,7 +521,7 @@ def test_constructors_refuse_by_name(kind):
     required = REQUIRED.get(kind, {})
     if kind is EarlyExitDrafter:
         required = {"model": pair()[0], "layers": 1}
-    first = [LookupDrafter()] if kind is StackedDrafter else []
+    first = [LookupDrafter()] if kind in (StackedDrafter, BanditDrafter) else []
     owner = {EarlyExitDrafter: "early exit", StaticTree.from_widths: "StaticTree"}
     for name, wrong in CONSTRUCTORS[kind].items():
         for value in wrong:
@@ -536,6 +544,7 @@ def test_constructors_take_numbers_of_numpy_and_torch():
             NgramDrafter(two, two, smoothing=half, texts=[np.array([1, 0]), torch.tensor([1])]),
             AggressiveDrafter([np.array([1, 0]), torch.tensor([1]), (two,)]),
             HierarchicalDrafter(MODEL, MODEL, two, refill=np.bool_(True)),
+            BanditDrafter(LookupDrafter(), costs=np.array([half]), memory=two),
             GrownTree(two, two, two), StaticTree(np.array([-1, 0, 0])), sequoia_tree([half], two),
             StaticTree.from_widths(np.array([2, 1])), EarlyExitDrafter(pair()[0], two),
         ]  # fmt: skip
@@ -550,8 +559,8 @@ def test_constructors_take_numbers_of_numpy_and_torch():
 
 
 @pytest.mark.parametrize("name", [
-    "model", "none", "lookup", "ngram", "uniform", "aggressive", "stacked", "hierarchy", "tree",
-    "grown", "policy", "mask", "lists",
+    "model", "none", "lookup", "ngram", "uniform", "aggressive", "stacked", "bandit", "hierarchy",
+    "tree", "grown", "policy", "mask", "lists",
 ])  # fmt: skip
 def test_an_empty_batch(name):
     target, draft = pair()
@@ -564,6 +573,7 @@ def test_an_empty_batch(name):
         "uniform": {"draft": UniformDrafter(67)},
         "aggressive": {"draft": AggressiveDrafter([])},
         "stacked": {"draft": StackedDrafter(LookupDrafter(), draft)},
+        "bandit": {"draft": BanditDrafter(LookupDrafter(), draft, costs=None)},
         "hierarchy": {"draft": HierarchicalDrafter(draft, draft)},
         "tree": {"tree": TREE},
         "grown": {"tree": GrownTree(4, 2)},

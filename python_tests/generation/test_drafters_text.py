@@ -1,4 +1,4 @@
-"""Drafters without a model, and stacks: the law of what is emitted, greedy output, batches."""
+"""Drafters without a model, stacks, bandits: the law of what is emitted, greedy output, batches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from test_generate_law import ALPHA, p_value
 import specdec_ext
 from specdec_ext.decoding import (
     AggressiveDrafter,
+    BanditDrafter,
     Draft,
     LookupDrafter,
     NgramDrafter,
@@ -50,6 +51,9 @@ DRAFTERS = {
     "stack in a stack": lambda draft, v, b: StackedDrafter(
         StackedDrafter(LookupDrafter(min_match=3), LookupDrafter(min_match=2)),
         StackedDrafter(AggressiveDrafter([[9, 9, 2]] * b), draft),
+    ),
+    "bandit, model": lambda draft, v, b: BanditDrafter(
+        LookupDrafter(), draft, UniformDrafter(v), costs=[0.0, 0.2, 0.0], memory=9
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -23,8 +24,19 @@ from transformers import (
 
 import specdec_ext
 from specdec_ext import hf
-from specdec_ext.decoding import AggressiveDrafter, LookupDrafter
+from specdec_ext.decoding import (
+    AggressiveDrafter,
+    BanditDrafter,
+    EarlyExitDrafter,
+    GrownTree,
+    HierarchicalDrafter,
+    LookupDrafter,
+    NgramDrafter,
+    StaticTree,
+)
+from specdec_ext.decoding.decoder_distances import ToldDistances
 from specdec_ext.decoding.decoder_positions import ToldPositions
+from specdec_ext.decoding.drafters.early_exit import first_layers
 from specdec_ext.decoding.encoder_decoder import EncodedModel, encoded
 
 NEW = 20
@@ -106,11 +118,11 @@ def start(batch):
     return torch.ones(batch, 1, dtype=torch.int64)
 
 
-def plain(target, inputs, b):
+def plain(target, inputs, b, prompt=(1,)):
     """What transformers generates greedily for one row alone."""
     row = {name: value[b : b + 1] for name, value in inputs.items()}
     encoder = target.get_encoder()(**row)
-    ids, mask = start(1), row.get("attention_mask")
+    ids, mask = torch.tensor([prompt]), row.get("attention_mask")
     for _ in range(NEW):
         given = {} if mask is None else {"attention_mask": mask}
         out = target(encoder_outputs=encoder, decoder_input_ids=ids, use_cache=False, **given)
@@ -143,6 +155,107 @@ def check_greedy(name, lengths, wrapped=None):
 @pytest.mark.parametrize("lengths", [[7], LENGTHS], ids=["one", "batch"])
 def test_greedy_equals_plain_decoding(name, lengths):
     check_greedy(name, lengths)
+
+
+PROMPTS = [[1, 9, 20], [1], [1, 30, 31, 32]]  # of the decoder
+DRAFTING = {  # of the encoded target and draft, and what the rows become
+    "plain": lambda target, draft, texts: None,
+    "model": lambda target, draft, texts: draft,
+    "early exit": lambda target, draft, texts: EarlyExitDrafter(target, 1),
+    "hierarchy": lambda target, draft, texts: HierarchicalDrafter(
+        draft, EarlyExitDrafter(draft, 1), 2
+    ),
+    "n-gram": lambda target, draft, texts: NgramDrafter(67, 2, texts=texts),
+    "lookup": lambda target, draft, texts: LookupDrafter([text[3:] for text in texts]),
+    "aggressive": lambda target, draft, texts: AggressiveDrafter([text[:2] for text in texts]),
+    "bandit": lambda target, draft, texts: BanditDrafter(
+        LookupDrafter([text[3:] for text in texts]), draft, EarlyExitDrafter(target, 1),
+        costs=[0.0, 0.3, 0.5],
+    ),
+    "tree": lambda target, draft, texts: draft,
+    "grown tree": lambda target, draft, texts: draft,
+}  # fmt: skip
+TREES = {"tree": StaticTree.from_widths((3, 2, 1)), "grown tree": GrownTree(7, 3)}
+
+
+@functools.cache
+def rows_alone(name):
+    """Give models, encoder's inputs, padded decoder prompts, and each row's text when alone."""
+    target, draft = models(name)
+    inputs = inputs_of(name)
+    with torch.inference_mode():
+        texts = [plain(target, inputs, b, p)[len(p) :] for b, p in enumerate(PROMPTS)]
+    width = max(map(len, PROMPTS))
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+    assert len({tuple(text[:8]) for text in texts}) == 3 and max(len(set(t)) for t in texts) > 2
+    return target, draft, inputs, ids, mask, texts
+
+
+def check_rows(name, drafting, static):
+    """Padded inputs and prompts, limits of each row: every row is what it is when alone."""
+    target, draft, inputs, ids, mask, texts = rows_alone(name)
+    wrapped = encoded(target, **inputs), encoded(draft, **inputs)
+    limits = [NEW, NEW - 6, NEW - 2]
+    found, statistics = specdec_ext.generate(
+        wrapped[0], DRAFTING[drafting](*wrapped, texts), ids, attention_mask=mask,
+        max_new_tokens=limits, gamma=3, tree=TREES.get(drafting), static_cache=static,
+    )  # fmt: skip
+    for row, text, limit in zip(found[:, ids.shape[1] :].tolist(), texts, limits, strict=True):
+        right = text[:limit]
+        assert row[: len(right)] == right and not any(row[len(right) :])
+    assert drafting == "plain" or (statistics.accepted > 0 and statistics.rejected > 0)
+
+
+@pytest.mark.every("drafting")
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_what_they_are_alone(name, drafting, static):
+    check_rows(name, drafting, static)
+
+
+@pytest.mark.parametrize("drafting", ["model", "tree"])
+def test_control_distances_by_cache_slots(monkeypatch, drafting):
+    """T5 is told how many slots back a token lies, as it counts itself: holes and nodes count."""
+
+    def tell(self, mask, past, new):
+        slots = torch.arange(mask.shape[-1])
+        self.distances = (slots[past : past + new, None] - slots).clamp(min=0).expand(
+            len(mask), -1, -1
+        )  # fmt: skip
+
+    check_rows("t5", drafting, False)  # what the model can do is known from here on
+    monkeypatch.setattr(ToldDistances, "tell", tell)
+    with pytest.raises(AssertionError):
+        check_rows("t5", drafting, False)
+
+
+def test_a_wrapped_forward_leaves_distances_to_the_slots():
+    """No view can be made of such a T5: chains are right all the same, and trees are refused."""
+    target, draft = models("t5")
+    for model in (target, draft):
+        model.forward = functools.partial(model.forward)
+    inputs = inputs_of("t5")
+    wrapped = encoded(target, **inputs), encoded(draft, **inputs)
+    assert type(wrapped[0]) is EncodedModel
+    check_greedy("t5", LENGTHS, wrapped)
+    with pytest.raises(ValueError, match="other answers at the nodes of a tree"):
+        specdec_ext.generate(*wrapped, start(3), max_new_tokens=3, tree=TREES["tree"])
+
+
+@torch.inference_mode()
+def test_first_layers_of_what_was_encoded():
+    """They are the decoder's, over all that the encoder gave; the model stays whole."""
+    for name in MODELS:
+        target, _, inputs, ids, *_ = rows_alone(name)
+        one = first_layers(encoded(target, **inputs), 1)
+        layers = target.get_submodule(one.layers)
+        assert len(layers) == 2 and len(one.model.get_submodule(one.layers)) == 1
+        both = encoded(target, **inputs).begin()(ids).logits
+        first = one.begin()(ids).logits
+        whole = first_layers(encoded(target, **inputs), 2).begin()(ids).logits
+        assert torch.equal(whole, both) and not torch.allclose(first, both)
 
 
 @pytest.mark.parametrize("drafter", [AggressiveDrafter, LookupDrafter])
@@ -226,8 +339,10 @@ def test_inside_generate(name):
         **inputs, max_new_tokens=4, do_sample=True, num_return_sequences=2, **ours
     )
     assert several.shape[0] == 6
-    with pytest.raises(ValueError, match="cache_implementation='static'"):
-        target.generate(**inputs, **options, **ours, cache_implementation="static")
+    static = target.generate(**inputs, **options, **ours, cache_implementation="static")
+    assert static.tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="cache_implementation='offloaded'"):
+        target.generate(**inputs, **options, **ours, cache_implementation="offloaded")
 
 
 WHISPER = {  # its own generate() asks for these: a threshold and a second temperature, a prefix
@@ -328,5 +443,16 @@ def test_refused():
     with pytest.raises(ValueError, match=r"encoded\(\)"):
         specdec_ext.generate(target, draft, start(1))
     inputs = inputs_of("t5")
+    with pytest.raises(TypeError, match="early exit: model must be .*encoded.*got T5ForCond"):
+        EarlyExitDrafter(target, 1)
+    with pytest.raises(ValueError, match=r"layers must be in \[1, 2\] for this T5ForCond.*got 3"):
+        EarlyExitDrafter(encoded(target, **inputs), 3)
+    unknown = encoded(target, **inputs)
+    unknown.layers = None
+    del unknown.config.num_hidden_layers
+    with pytest.raises(TypeError, match="decoder of T5ForConditionalGeneration must have one list"):
+        EarlyExitDrafter(unknown, 1)
+    with pytest.raises(ValueError, match="a static cache needs .* one list of layers"):
+        specdec_ext.generate(unknown, None, start(3), max_new_tokens=3, static_cache=True)
     with pytest.raises(ValueError, match="3 inputs were encoded, but there are 2 requests"):
         specdec_ext.generate(encoded(target, **inputs), None, start(2), max_new_tokens=3)

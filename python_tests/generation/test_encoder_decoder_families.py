@@ -117,7 +117,9 @@ FAMILIES = {
         conditional("NllbMoe", {**PLAIN, **EXPERTS, "decoder_sparse_step": 2}), "EncodedModel",
     ),
     # The model reads more of the encoder's output than its states.
-    "switch_transformers": (conditional("SwitchTransformers", {**T5, **EXPERTS}), "EncodedModel"),
+    "switch_transformers": (
+        conditional("SwitchTransformers", {**T5, **EXPERTS}), "_DistancedModel",
+    ),
     # The same, and the decoder adds to the states, in place.
     "moonshine_streaming": (moonshine_streaming, "_NumberedModel"),
     # A window in every second layer; NaN behind padding, in float64.

@@ -42,9 +42,9 @@ FAMILIES: dict[str, tuple[str, set[str]]] = {
     "deepseek_v3": ("latent attention, experts", set()),
     "mamba": ("a recurrent state", (TREES | STATIC) - HANDED_OVER),
     "qwen3_next": ("a recurrent state beside attention", TREES | STATIC),
-    "t5:encoded": ("relative positions behind an encoder", TREES | STATIC | EARLY_EXIT),
-    "bart:encoded": ("learned positions behind an encoder", STATIC | EARLY_EXIT),
-    "whisper:encoded": ("an encoder of audio", STATIC | EARLY_EXIT),
+    "t5:encoded": ("relative positions behind an encoder", set()),
+    "bart:encoded": ("learned positions behind an encoder", set()),
+    "whisper:encoded": ("an encoder of audio", set()),
 }
 #: Families that transformers' own assisted generation does not take.
 STATEFUL = {"mamba", "qwen3_next"}

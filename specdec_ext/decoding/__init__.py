@@ -4,6 +4,7 @@ from .chain_generation import Burst, Generated, GenerationError
 from .counts import Counts
 from .drafters import Draft, Drafter, NoDrafter, Requests
 from .drafters.aggressive import AggressiveDrafter
+from .drafters.bandit import BanditDrafter
 from .drafters.early_exit import EarlyExitDrafter
 from .drafters.hierarchy import HierarchicalDrafter
 from .drafters.lookup import LookupDrafter
@@ -26,6 +27,7 @@ from .trees import GrownTree, StaticTree, sequoia_tree
 
 __all__ = [
     "AggressiveDrafter",
+    "BanditDrafter",
     "Burst",
     "ConfidenceStop",
     "Counts",

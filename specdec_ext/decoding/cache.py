@@ -325,14 +325,15 @@ def _growing_cache(room: int) -> Cache:
 def _static_cache(model: Any, room: int) -> Cache:
     """Return a cache whose layers are there before the first call: their size shapes its mask."""
     config: Any = getattr(described(model), "config", None)
-    if not hasattr(config, "get_text_config"):
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    count = getattr(config, "num_hidden_layers", None)
+    if count is None:
         raise ValueError(
-            "generate: a static cache needs a Hugging Face causal model, got "
-            f"{type(model).__name__}"
+            "generate: a static cache needs a Hugging Face causal model, or an encoded one whose "
+            f"decoder has one list of layers, got {type(model).__name__}"
         )
-    layers: list[Any] = [
-        FixedLayer(room) for _ in range(config.get_text_config().num_hidden_layers)
-    ]
+    layers: list[Any] = [FixedLayer(room) for _ in range(count)]
     return Cache(layers=layers)
 
 

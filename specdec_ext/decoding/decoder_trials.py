@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from .decoder_distances import biases_by_distance
 from .decoder_positions import (
     PositionTable,
     embeddings_of_positions,
@@ -42,6 +43,8 @@ class Manner(NamedTuple):
         Why it cannot be.
     table : PositionTable or None
         Where its embeddings of positions are, if it counts them in cache slots.
+    distances : bool
+        Whether its attentions count distances in cache slots, and can be told others.
     heeds : bool
         Whether ``decoder_position_ids`` change what it says.
     writes : bool
@@ -50,14 +53,18 @@ class Manner(NamedTuple):
 
     fault: str | None = None
     table: PositionTable | None = None
+    distances: bool = False
     heeds: bool = False
     writes: bool = False
 
 
+#: Makes a model that is told positions by a table, or distances where there is none.
+Tell = Callable[["PositionTable | None"], "EncodedModel"]
+
 _found: weakref.WeakKeyDictionary[Any, tuple[list[int], Manner]] = weakref.WeakKeyDictionary()
 
 
-def find_manner(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedModel]) -> Manner:
+def find_manner(encoded: EncodedModel, tell: Tell) -> Manner:
     """Find out how a decoder is to be run.
 
     Parameters
@@ -65,7 +72,7 @@ def find_manner(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedMo
     encoded : EncodedModel
         The model, with one input at least.
     tell : callable
-        Makes of a table an `EncodedModel` that is told positions by it.
+        Makes an `EncodedModel` that is told positions by a table; of None: distances.
     """
     model = encoded.model
     if encoded.training:  # dropout: answers differ in any case
@@ -76,7 +83,7 @@ def find_manner(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedMo
     return _found[model][1]
 
 
-def _find(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedModel]) -> Manner:
+def _find(encoded: EncodedModel, tell: Tell) -> Manner:
     twice = _repeated(encoded, 2)
     read = twice.states.clone()
     fault = _fault(twice)
@@ -85,6 +92,8 @@ def _find(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedModel]) 
         return manner
     if _uses_position_ids(encoded):
         return manner._replace(heeds=True)
+    if _can_be_told_distances(encoded, tell):
+        return manner._replace(distances=True)
     table = find_position_table(
         encoded.model, _repeated(encoded, 2)._run, _words(encoded), encoded.config.pad_token_id
     )
@@ -93,8 +102,19 @@ def _find(encoded: EncodedModel, tell: Callable[[PositionTable], EncodedModel]) 
     return manner
 
 
-def _right_when_told(encoded: EncodedModel) -> bool:
-    """Tell whether a row behind padding, told its positions, is what it is alone.
+def _can_be_told_distances(encoded: EncodedModel, tell: Tell) -> bool:
+    """Tell whether a decoder biases attention by distance, and is right when it is told some."""
+    if not biases_by_distance(encoded.model):
+        return False
+    try:
+        told = tell(None)
+    except TypeError:  # no view can be made of it: its forward is wrapped
+        return False
+    return _right_when_told(told, positions=False)
+
+
+def _right_when_told(encoded: EncodedModel, *, positions: bool = True) -> bool:
+    """Tell whether a row behind padding, told its positions or distances, is what it is alone.
 
     Some decoders ignore the mask in calls of one token (LED); in others a mask hides tokens of
     other rows (NLLB's mixture of experts).
@@ -107,7 +127,7 @@ def _right_when_told(encoded: EncodedModel) -> bool:
     ids = longer.repeat(3, 1)
     mask = torch.ones_like(ids)
     ids[1:, :PADDING] = mask[1:, :PADDING] = 0
-    told = (mask.cumsum(1) - 1).clamp(min=0)
+    told = (mask.cumsum(1) - 1).clamp(min=0) if positions else None
     try:
         rows = _run(_repeated(encoded, 3), ids, [PADDING + 2, 2, 1], mask, told)
     except Exception:  # then it cannot be told; how it says so is its own business

@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
+from .decoder_distances import ToldDistances
 from .decoder_positions import PositionTable, ToldPositions
 from .decoder_trials import find_manner
-from .module_views import with_part
+from .module_views import outermost_lists, with_part
 
 __all__ = ["EncodedModel", "encoded"]
 
@@ -46,10 +47,15 @@ class EncodedModel:
                 for name in ("vocab_size", "eos_token_id", "pad_token_id")
             }
         )
+        #: Where the decoder's layers are, as ``model.named_modules`` says it; None: nobody knows.
+        self.layers = _path_of_layers(model)
+        if self.layers is not None:
+            self.config.num_hidden_layers = len(model.get_submodule(self.layers))
         self.generation_config = model.generation_config
         self.dtype, self.device, self.training = model.dtype, model.device, model.training
         self.writes = False  # whether the decoder changes what it is given
         self._cross: Any = DynamicCache()
+        self._look()
 
     @property
     def states(self) -> Tensor:
@@ -59,9 +65,17 @@ class EncodedModel:
 
     def begin(self) -> EncodedModel:
         """Give a copy that has not been called yet."""
+        return self.with_model(self.model)
+
+    def with_model(self, model: Any) -> EncodedModel:
+        """Give a copy that runs another model, a view of this one, on what was encoded."""
         fresh = copy.copy(self)
-        fresh._cross = DynamicCache()
+        fresh.model, fresh._cross = model, DynamicCache()
+        fresh._look()
         return fresh
+
+    def _look(self) -> None:
+        """Make whatever view of the model is to be this object's alone."""
 
     def select(self, rows: Tensor) -> None:
         """Keep only these requests."""
@@ -144,21 +158,12 @@ class _PositionedModel(EncodedModel):
         mask: Tensor | None,
         table: PositionTable,
     ) -> None:
-        super().__init__(model, outputs, mask)
         self._table = table
-        self._look()
+        super().__init__(model, outputs, mask)
 
     def _look(self) -> None:
-        """Make a view of the model, for this object alone."""
         self._told = ToldPositions(self.model.get_submodule(self._table.path), self._table)
         self._view = with_part(self.model, self._table.path, self._told)
-
-    def begin(self) -> EncodedModel:
-        """Give a copy that has not been called yet."""
-        fresh = super().begin()
-        assert isinstance(fresh, _PositionedModel)
-        fresh._look()
-        return fresh
 
     def forward(  # type: ignore[override]
         self,
@@ -169,7 +174,7 @@ class _PositionedModel(EncodedModel):
         use_cache: bool = True,
     ) -> Any:
         """Run the decoder; arguments are about decoder ids."""
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = _slots_of(past_key_values)
         slots = past + input_ids.shape[1]
         # In one call such a decoder counts without its padding tokens, in several with them.
         if position_ids is None and self._table.pad_token is not None:
@@ -178,6 +183,39 @@ class _PositionedModel(EncodedModel):
             return self._run(self.model, input_ids, past_key_values, attention_mask)
         self._told.tell(input_ids, position_ids, slots)
         return self._run(self._view, input_ids, past_key_values, attention_mask)
+
+
+class _DistancedModel(EncodedModel):
+    """One whose attention counts distances in cache slots: a view of it is told what they are."""
+
+    def _look(self) -> None:
+        self._told = ToldDistances(self.model)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = True,
+    ) -> Any:
+        """Run the decoder; arguments are about decoder ids."""
+        if attention_mask is None:  # slots are distances
+            return self._run(self.model, input_ids, past_key_values)
+        self._told.tell(attention_mask, _slots_of(past_key_values), input_ids.shape[1])
+        return self._run(self._told.view, input_ids, past_key_values, attention_mask)
+
+
+def _slots_of(cache: Cache | None) -> int:
+    """Return how many slots of a cache are in use (those of one size count them on the device)."""
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def _path_of_layers(model: Any) -> str | None:
+    """Return where the one list of layers of a model's decoder is."""
+    decoder = model.get_decoder()
+    prefix = next((path for path, module in model.named_modules() if module is decoder), None)
+    lists = [] if prefix is None else outermost_lists(decoder)
+    return f"{prefix}.{lists[0]}" if len(lists) == 1 else None
 
 
 def _rows_of(outputs: ModelOutput, rows: Tensor) -> ModelOutput:
@@ -229,8 +267,9 @@ def encoded(
 
     Notes
     -----
-    The decoder is run on a handful of tokens, the first time, to see how it can be told positions.
-    One that cannot be runs one request at a time where they would matter.
+    The decoder is run on a handful of tokens, the first time, to see how it can be told positions,
+    or distances where it biases attention by these (T5). One that cannot be runs one request at a
+    time where they would matter, and is refused trees.
 
     Examples
     --------
@@ -254,7 +293,9 @@ def _of_its_kind(model: Any, outputs: ModelOutput, mask: Tensor | None) -> Encod
     if not len(plain.states):
         return plain
 
-    def tell(table: PositionTable) -> EncodedModel:
+    def tell(table: PositionTable | None) -> EncodedModel:
+        if table is None:
+            return _DistancedModel(model, outputs, mask)
         return _PositionedModel(model, outputs, mask, table)
 
     manner = find_manner(plain, tell)
@@ -265,5 +306,7 @@ def _of_its_kind(model: Any, outputs: ModelOutput, mask: Tensor | None) -> Encod
         kind = _NumberedModel(model, outputs, mask)
     elif manner.table is not None:
         kind = tell(manner.table)
+    elif manner.distances:
+        kind = tell(None)
     kind.writes = manner.writes
     return kind

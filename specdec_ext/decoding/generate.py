@@ -153,7 +153,7 @@ def generate(
     static_cache : bool
         Let caches keep one size, as compiled models want it: the models' shapes then depend on the
         batch and the number of new tokens alone (they grow in the rare case that they must).
-        Causal models only.
+        Models that keep a recurrent state are refused.
     measure_alpha : bool
         Compute sum_x min(p(x), q(x)) at every tested draft token, for `Statistics.alpha`: one more
         pass over the rows a round, counted in the phase ``rest``. Chains only, and not under

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["shallow_copy", "with_copies", "with_part"]
+__all__ = ["outermost_lists", "shallow_copy", "with_copies", "with_part"]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -121,3 +121,30 @@ def with_copies(model: Any, paths: Iterable[str]) -> tuple[Any, dict[str, nn.Mod
             holder = inner
         found[path] = holder
     return view, found
+
+
+def outermost_lists(model: nn.Module, length: int | None = None) -> list[str]:
+    """Return where the least deep lists of modules are, by their dotted names.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Where to look.
+    length : int, optional
+        Look at lists of so many modules only.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> model = nn.Module()
+    >>> model.layers = nn.ModuleList([nn.ModuleList([nn.ReLU()]) for _ in range(2)])
+    >>> outermost_lists(model), outermost_lists(model, 1)
+    (['layers'], ['layers.0', 'layers.1'])
+    """
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and length in (None, len(module))
+    ]
+    depth = min((path.count(".") for path in paths), default=0)
+    return [path for path in paths if path.count(".") == depth]

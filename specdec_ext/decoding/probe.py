@@ -408,7 +408,9 @@ class _Probe:
         cached = self._open(gap)
         cached.prefill(self.context, None)
         _widen(cached, gap, 0, visible=True)
-        return cached.forward(self.tail)[0].float()
+        # Some read no mask in a call of one token (LED), and would see the slots not in use.
+        parts = self.tail.split([TAIL - 1, 1], 1)
+        return torch.cat([cached.forward(part) for part in parts], 1)[0].float()
 
     def _with_gap(self, gap: int, at: int) -> Tensor:
         """Run with ``gap`` masked slots before slot ``at``, and a mask even if there is none."""

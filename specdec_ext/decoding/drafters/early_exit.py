@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..checks import integer
-from ..module_views import with_part
+from ..module_views import outermost_lists, with_part
 from .model import ModelDrafter
 
 __all__ = ["EarlyExitDrafter", "first_layers"]
@@ -26,7 +26,8 @@ class EarlyExitDrafter(ModelDrafter):
     Parameters
     ----------
     model : torch.nn.Module
-        The target (or any model): a Hugging Face causal language model. It is not modified.
+        The target (or any model): a Hugging Face causal language model, or an encoder-decoder that
+        has read its inputs (`encoded`), of which decoder layers are left out. It is not modified.
     layers : int
         How many of its layers to run.
 
@@ -50,7 +51,8 @@ def first_layers(model: Any, layers: int) -> Any:
     ----------
     model : torch.nn.Module
         A Hugging Face causal language model whose decoder runs a list of layers in order, as
-        Llama's, GPT-2's and GPT-NeoX's do. It is not modified.
+        Llama's, GPT-2's and GPT-NeoX's do, or what `encoded` gives: there the encoder runs whole,
+        once, and the first layers of the decoder read what it gave. It is not modified.
     layers : int
         How many layers, between 1 and all of them.
 
@@ -79,17 +81,31 @@ def first_layers(model: Any, layers: int) -> Any:
     True
     """
     layers = integer("early exit: layers", layers)
-    path = _path_of_layers(model)
-    every: Any = model.get_submodule(path)
+    is_encoded = hasattr(model, "with_model")
+    inner = model.model if is_encoded else model
+    path = _path_in_decoder(model) if is_encoded else _path_of_layers(model)
+    every: Any = inner.get_submodule(path)
     if not 1 <= layers <= len(every):
         raise ValueError(
-            f"early exit: layers must be in [1, {len(every)}] for this {type(model).__name__}, got "
+            f"early exit: layers must be in [1, {len(every)}] for this {type(inner).__name__}, got "
             f"{layers}"
         )
     try:
-        return with_part(model, path, every[:layers])
+        first = with_part(inner, path, every[:layers])
     except TypeError as error:
         raise TypeError(f"early exit: {error}") from error
+    return model.with_model(first) if is_encoded else first
+
+
+def _path_in_decoder(encoded: Any) -> str:
+    """Return where the list of layers is of an `EncodedModel`'s decoder."""
+    if encoded.layers is None:
+        raise TypeError(
+            f"early exit: the decoder of {type(encoded.model).__name__} must have one list of "
+            "layers, got none or several"
+        )
+    path: str = encoded.layers
+    return path
 
 
 def _path_of_layers(model: Any) -> str:
@@ -98,17 +114,16 @@ def _path_of_layers(model: Any) -> str:
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         raise TypeError(f"early exit: model must be a Hugging Face causal model, got {kind}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise TypeError(
+            f"early exit: model must be a causal model, or an encoder-decoder wrapped with its "
+            f"inputs in specdec_ext.decoding.encoder_decoder.encoded(), got {kind}"
+        )
     get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
     if get_head() is None:
         raise TypeError(f"early exit: {kind} has no language-model head")
     count = getattr(config.get_text_config(), "num_hidden_layers", None)
-    paths: list[str] = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    depth = min((path.count(".") for path in paths), default=0)
-    outermost = [path for path in paths if path.count(".") == depth]
+    outermost = outermost_lists(model, count)
     if len(outermost) != 1:
         raise TypeError(
             f"early exit: {kind} must have one list of {count} layers, got {outermost or 'none'}"

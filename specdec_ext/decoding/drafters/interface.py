@@ -200,7 +200,8 @@ class Drafter(Protocol):
     """Proposes draft tokens, and is told what became of them.
 
     A round is one `propose` and one `commit`. `select` comes between the two, when requests end.
-    One that can stand in a `StackedDrafter` also has ``observe`` (`stacked.StackableDrafter`).
+    One that can stand beside others, in a `StackedDrafter` or a `BanditDrafter`, also has
+    ``observe`` (`several.StackableDrafter`).
     """
 
     @property
