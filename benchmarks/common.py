@@ -255,7 +255,7 @@ def write_record(
     records: Sequence[Mapping[str, Any]],
     text: str = "",
 ) -> None:
-    """Write a run's record: stem.json with the machine's facts, stem.csv, and a text as stem.md."""
+    """Write a record of a run: .json with the facts of the machine, .csv and, of a text, .md."""
     write_json(stem.with_suffix(".json"), {"machine": facts, "records": records})
     write_csv(stem.with_suffix(".csv"), records)
     if text:
