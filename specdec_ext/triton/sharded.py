@@ -25,7 +25,6 @@ from .chain import target_law
 from .cutoff import NO_WORK, Work
 from .cutoff_ranks import Selections, narrow
 from .draw import (
-    NO_CHILDREN,
     draw_threshold,
     find_entry,
     find_tile,
@@ -150,11 +149,11 @@ def draw_here(target, draft, laws, task, law, masses, sums, law_sums, b, tiles, 
     token = tl.full([], -1, tl.int64)
     if (tile * TILE >= source.first) & (tile * TILE < source.last):
         if mass > 0.0:
-            weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-            token = find_entry(residual_masses(weights, mass), source.entries, tile, left, TILE)
+            taken = residual_weights(target, draft, laws, b, task, law, tile, TILE)
+            weights = residual_masses(taken, mass)
         else:
             weights = law_masses(source, law, tile, TILE)
-            token = find_entry(weights, source.entries, tile, left, TILE)
+        token = find_entry(weights, source.entries, tile, left, TILE)
     return token
 
 
@@ -394,5 +393,3 @@ def verify_parts(
     results: tuple[Tensor, ...] = outputs
     return results
 
-
-__all__ = ["NO_CHILDREN", "Part", "Ranks", "verify_parts"]
