@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,12 +227,13 @@ def local_inputs(
     return {**inputs, **parts, "vocab_start": bounds[rank]}
 
 
-def placed(value: Any, device: str) -> Any:
-    """A tensor on a device, rows with the strides that they had."""
-    if not isinstance(value, torch.Tensor) or device == "cpu":
-        return value
-    moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return moved.copy_(value)
+def moved(inputs: dict[str, Any], device: str) -> dict[str, Any]:
+    """The inputs on a device, with their strides."""
+    if device == "cpu":
+        return dict(inputs)
+    from gpu_checks import placed
+
+    return {name: placed(value, torch.device(device)) for name, value in inputs.items()}
 
 
 def differences(got: Any, expected: Any) -> list[str]:
@@ -272,7 +274,7 @@ def sharded_on_triton(
 
 def whole_on_triton(**inputs: Any) -> specdec_ext.VerifyResult:
     """`verify` by Triton's kernels."""
-    return specdec_ext.VerifyResult(*torch.ops.specdec_triton.verify(**inputs))
+    return specdec_ext.verify(**inputs, backend="triton")
 
 
 def whole_in_interpreter(**inputs: Any) -> specdec_ext.VerifyResult:
@@ -281,13 +283,6 @@ def whole_in_interpreter(**inputs: Any) -> specdec_ext.VerifyResult:
     dist.broadcast_object_list(outputs)
     assert outputs[0] is not None
     return outputs[0]
-
-
-def speed_up_interpreter() -> None:
-    sys.path.insert(0, str(ROOT / "python_tests" / "helpers"))
-    import backends  # does so when it is imported
-
-    assert backends.TRITON.device == "cpu"
 
 
 WAYS = {
@@ -308,24 +303,24 @@ def compare(
     numbers: list[int] | None = None,
 ) -> dict[str, Any]:
     """Compare `verify_sharded` with `verify` in cases ``first``, ``first + 1``, ..., or others."""
-    if way == "triton":
-        speed_up_interpreter()
+    if way != "cpu":
+        sys.path.insert(0, str(ROOT / "python_tests" / "helpers"))
+        import_module("backends")  # makes Triton's interpreter faster
     rank, wrong, seen = dist.get_rank(), [], Counter()
     group_of = groups()
     run, whole, device = WAYS[way]
+    together = whole is whole_in_interpreter
     for number in numbers or range(first, first + count):
         pick = Pick(number)
         ranks = 1 + pick.below(dist.get_world_size())
         if control:
             ranks = dist.get_world_size()
         case = sharded_case(number)
-        inputs = {k: placed(v, device) for k, v in case.inputs.items()}
-        if way == "triton":
+        inputs = moved(case.inputs, device)
+        if together or rank < ranks:
             expected = whole(**inputs)
         if rank >= ranks:
             continue
-        if way != "triton":
-            expected = whole(**inputs)
         vocab = inputs["target_logits"].shape[-1]
         bounds = make_bounds(pick, vocab, ranks)
         local = local_inputs(inputs, bounds, rank, pick.chance(0.3))
@@ -408,6 +403,37 @@ CONTROLS = {
 }
 
 
+def wait_for_nothing() -> dict[str, Any]:
+    """On a GPU: once the ranks agree, nothing on the host waits for the device."""
+    rank = dist.get_rank()
+    inputs = moved({**usual(), "temperature": 0.7, "top_k": 40, "top_p": 0.9}, "cuda")
+    bounds = [*(13 * r for r in range(dist.get_world_size())), 50]
+    run, local = distributed._run, local_inputs(inputs, bounds, rank)
+    expected = verify_sharded(**local)  # kernels are compiled and loaded
+
+    def without_waiting(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    distributed._run = without_waiting
+    try:
+        wrong = differences(verify_sharded(**local), expected)
+    finally:
+        distributed._run = run
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.zeros(1, device="cuda").item()
+        seen = False
+    except RuntimeError:
+        seen = True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {"wrong": wrong, "a wait is seen": seen}
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -458,7 +484,10 @@ REFUSALS = {
         "must be on",
     ),
     "a mask too narrow": (
-        lambda local, rank, last: {**local, "allowed_mask": torch.ones(2, 3, 1, dtype=torch.int32)},
+        lambda local, rank, last: {
+            **local,
+            "allowed_mask": torch.ones(2, 3, 1, dtype=torch.int32, device=local["uniforms"].device),
+        },
         "allowed_mask must be",
     ),
     "no randomness": (
@@ -468,21 +497,20 @@ REFUSALS = {
 }
 
 
-def refuse() -> dict[str, Any]:
+def refuse(way: str = "cpu") -> dict[str, Any]:
     """Spoil a call in each way, on one rank or on all, and then call rightly."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    inputs, said = usual(), {}
+    run, whole, device = WAYS[way]
+    inputs, said = moved(usual(), device), {}
     bounds = some_bounds()
     for name, (spoiled, _) in REFUSALS.items():
         local = spoiled(local_inputs(inputs, bounds, rank), rank, last)
         try:
-            verify_sharded(**local)
+            run(**local)
             said[name] = ["nothing", ""]
         except (ValueError, TypeError) as error:
             said[name] = [type(error).__name__, str(error)]
-    after = differences(
-        verify_sharded(**local_inputs(inputs, bounds, rank)), specdec_ext.verify(**inputs)
-    )
+    after = differences(run(**local_inputs(inputs, bounds, rank)), whole(**inputs))
     return {"said": said, "after": after}
 
 
