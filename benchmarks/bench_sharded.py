@@ -70,9 +70,7 @@ def make_inputs(batch: int, setting: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def measure(
-    batch: int, split: str, name: str, rounds: int, way: str = "cpu"
-) -> dict[str, Any]:
+def measure(batch: int, split: str, name: str, rounds: int, way: str = "cpu") -> dict[str, Any]:
     """Compare, count and time one setting, as one of the ranks."""
     inputs = make_inputs(batch, SETTINGS[name])
     bounds = SPLITS[split](V, dist.get_world_size())

@@ -2,7 +2,8 @@
 
 Tensor parallelism leaves each rank with the logits of a part of the vocabulary. `verify_sharded`
 takes these parts and returns, on every rank, what `specdec_ext.verify` returns of the whole rows,
-to the bit: docs/sharded.md says how, and what is exchanged.
+to the bit: docs/sharded.md says how, and what is exchanged. Rows on the CPU go through the C++
+operator, which calls back for its exchanges, rows on a GPU through triton/sharded.py.
 """
 
 from __future__ import annotations
@@ -586,13 +587,16 @@ def verify_sharded(
     """Verify chains of draft tokens whose logits are sharded over the vocabulary.
 
     All ranks of a group call it together, each with its part of the rows. All get what
-    `specdec_ext.verify` gives of the whole rows on the CPU, to the bit, whatever the number of
-    ranks and wherever the parts begin. Logits are not gathered: ranks exchange summaries of tiles
+    `specdec_ext.verify` gives of the whole rows, to the bit, whatever the number of ranks and
+    wherever the parts begin: on CPU tensors by the C++ kernels, on GPU tensors by Triton's (what
+    ``verify(..., backend="triton")`` gives there, whatever "auto" would choose). Logits are not gathered: ranks exchange summaries of tiles
     of 4,096 entries, and logits only where a part begins inside a tile (`even_bounds` avoids it).
 
-    Collectives are torch.distributed's, on CPU tensors; the group's backend must have them (gloo,
-    for instance, or "cpu:gloo,cuda:nccl"). Logits on a GPU are refused today. ``torch.compile``
-    leaves the call out of its graphs, and refuses it with ``fullgraph=True``.
+    Collectives are torch.distributed's, on the device of the logits, and the group's backend must
+    have them there: gloo on CPUs, NCCL on GPUs, or "cpu:gloo,cuda:nccl". On GPUs the host waits
+    once or twice, to compare the ranks' arguments before anything is computed, and not again; the
+    call cannot be captured in a CUDA graph. No GPU has run it yet, see docs/sharded.md.
+    ``torch.compile`` leaves the call out of its graphs, and refuses it with ``fullgraph=True``.
 
     Parameters
     ----------
@@ -642,8 +646,11 @@ def verify_sharded(
     ValueError
         On every rank, whichever rank it is about: what `specdec_ext.verify` refuses; arguments that
         differ between ranks; parts that overlap or leave a gap; a draft that is split elsewhere;
-        logits that are not on the CPU; CPUs that run other kernels. On the rank alone: no process
-        group, a DTensor that is not sharded on its last dimension.
+        logits on a device that Triton does not compile for; CPUs that run other kernels, or GPUs of
+        several kinds. On the rank alone: no process group, a DTensor that is not sharded on its
+        last dimension.
+    RuntimeError
+        Logits on a GPU, and no Triton: as a ValueError on the ranks that have it.
 
     See Also
     --------

@@ -36,8 +36,8 @@ from .cutoff import (
     row_mass,
     top_p_bound,
 )
-from .law_pass import ENTROPY, NOTHING, Batch, Summaries, combined_max
 from .launch import launch
+from .law_pass import ENTROPY, NOTHING, Batch, Summaries, combined_max
 from .laws import INFINITY, filters_at, plain_row, row_at, support_threshold
 
 #: Bits of a key that the ranks find with one exchange: fewer cost more exchanges, more cost bytes.
@@ -81,7 +81,7 @@ def takes_part(filters, BY: tl.constexpr):
 
 @triton.jit
 def bound_of(search, filters, row, BY: tl.constexpr):
-    """What the selection in a row compares with, uint64."""
+    """Give what the selection in a row compares with, uint64."""
     if BY == COUNT:
         bound = filters.top_k.to(tl.uint64)
     else:
@@ -121,9 +121,7 @@ def reach_row(
             count = tl.load(work.counts + row)
             if count <= MAX_CANDIDATES:
                 found = plain_row(work.candidates + row * MAX_CANDIDATES, count)
-                sums = reached_in_row(
-                    found, pivots, top, scale, threshold, BY == MASS, BITS, BLOCK
-                )
+                sums = reached_in_row(found, pivots, top, scale, threshold, BY == MASS, BITS, BLOCK)
             else:
                 source = row_at(batch.rows, b, s)
                 sums = reached_in_row(
@@ -141,9 +139,7 @@ def reach_pivots(
     """Do so for the rows of two batches that are selected in. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     if row < first_rows:
-        reach_row(
-            first, summaries, work, search, keys, reached, row, row, tiles, level, BY, TILE
-        )
+        reach_row(first, summaries, work, search, keys, reached, row, row, tiles, level, BY, TILE)
     if second.rows.data is not None:
         if second.rows.linear is None:
             if row >= first_rows:

@@ -392,4 +392,3 @@ def verify_parts(
         verify(outputs, SimpleNamespace(**arguments), Ranks(collectives, target, draft))
     results: tuple[Tensor, ...] = outputs
     return results
-
