@@ -534,7 +534,7 @@ def _run_cpu(
 def _verify(
     given: dict[str, Any], vocab_start: int | None, group: Any, on_triton: bool = False
 ) -> VerifyResult:
-    """Verify; `on_triton` also runs rows on the CPU through Triton, which is for its interpreter."""
+    """Verify; `on_triton`: by Triton's interpreter where rows are on the CPU."""
     rows = given["target_logits"]
     exchange = _Exchange(_group_of(rows, group), rows)
     local: _Local | Exception

@@ -393,7 +393,7 @@ def verify(
         target,
         first_draft,
         draft,
-        batch * gamma,
+        batch * gamma if is_given(draft) else 0,
         extra=EXTRAS.get(call.rule, NOTHING),
         ranks=ranks,
     )
