@@ -589,8 +589,9 @@ def verify_sharded(
     All ranks of a group call it together, each with its part of the rows. All get what
     `specdec_ext.verify` gives of the whole rows, to the bit, whatever the number of ranks and
     wherever the parts begin: on CPU tensors by the C++ kernels, on GPU tensors by Triton's (what
-    ``verify(..., backend="triton")`` gives there, whatever "auto" would choose). Logits are not gathered: ranks exchange summaries of tiles
-    of 4,096 entries, and logits only where a part begins inside a tile (`even_bounds` avoids it).
+    ``verify(..., backend="triton")`` gives there, whatever "auto" would choose). Logits are not
+    gathered: ranks exchange summaries of tiles of 4,096 entries, and logits only where a part
+    begins inside a tile (`even_bounds` avoids it).
 
     Collectives are torch.distributed's, on the device of the logits, and the group's backend must
     have them there: gloo on CPUs, NCCL on GPUs, or "cpu:gloo,cuda:nccl". On GPUs the host waits
