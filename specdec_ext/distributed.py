@@ -2,7 +2,8 @@
 
 Tensor parallelism leaves each rank with the logits of a part of the vocabulary. `verify_sharded`
 takes these parts and returns, on every rank, what `specdec_ext.verify` returns of the whole rows,
-to the bit: docs/sharded.md says how, and what is exchanged.
+to the bit: docs/sharded.md says how, and what is exchanged. Rows on the CPU go through the C++
+operator, which calls back for its exchanges, rows on a GPU through triton/sharded.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _fake
+from . import _fake, triton
 from ._ops import NAMESPACE, add_op_namespace_prefix, ops
 from .backend import cpu_capability
 from .contract import VerifyResult
@@ -43,8 +44,9 @@ _OLD_NAME = "all_gather_into_tensor"
 class _Exchange:
     """The collectives of one call, all through torch.distributed."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, rows: object) -> None:
         self.group = group
+        self.tables = _device_of_tables(group, rows)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.error: BaseException | None = None  # that of a collective called from C++
@@ -71,6 +73,17 @@ class _Exchange:
             received, given, sizes, [piece.numel() for piece in sent], group=self.group
         )
         return list(received.split(sizes))
+
+
+def _device_of_tables(group: Any, rows: object) -> torch.device:
+    """Choose where ranks compare what they bring: on the CPU, if the group has a backend for it."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", say
+    kinds = [pair.split(":")[0] for pair in config.split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    if isinstance(rows, Tensor) and rows.device.type in kinds:
+        return rows.device
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 _numbers = itertools.count()
@@ -198,7 +211,7 @@ def _swap_heads(
     """Send each rank the columns that it works on; gives what came, by part and by rank."""
     ranks = range(exchange.size)
     both = list(zip(parts, heads, strict=True))
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = parts[0].rows.new_empty(0, dtype=torch.uint8)
     if not any(part.bytes_of(columns) for part, theirs in both for _, columns in theirs):
         return [[nothing for _ in ranks] for _ in parts]
     sent: list[list[Tensor]] = [[nothing] for _ in ranks]
@@ -231,12 +244,29 @@ def _digest(value: object) -> int:
     return 1 + (zlib.crc32(content, kind) if flat.numel() else kind)
 
 
+def _on_host(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Copy the tensors of GPUs to the CPU, those of one device at once: each copy is a wait."""
+    found = dict(arguments)
+    away: dict[torch.device, list[str]] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            away.setdefault(value.device, []).append(name)
+    for names in away.values():
+        pieces = [_bytes(arguments[name].detach()) for name in names]
+        copied = torch.cat(pieces).cpu().split([piece.numel() for piece in pieces])
+        for name, piece in zip(names, copied, strict=True):
+            value = arguments[name]
+            found[name] = piece.clone().view(value.dtype).view(value.shape)  # a clone is aligned
+    return found
+
+
 class _Local(NamedTuple):
     """What a rank brings, once its own checks have passed."""
 
     arguments: dict[str, Any]  # of the operator verify, logits of this rank's part
     start: int  # -1: after the ranks before
     draft: str | None  # the argument that has the draft's rows
+    on_triton: bool  # or by the CPU's operator
     facts: dict[str, int]  # what must be the same on all ranks
 
     def widths(self) -> list[int]:
@@ -244,21 +274,33 @@ class _Local(NamedTuple):
         return [self.arguments["target_logits"].shape[-1], -1 if draft is None else draft.shape[-1]]
 
 
-def _facts(arguments: dict[str, Any]) -> dict[str, int]:
+def _kernels(on_triton: bool, device: torch.device) -> tuple[str, str]:
+    """Give what a rank's kernels depend on, and what that is here: others may have other bits."""
+    if not on_triton:
+        return "SPECDEC_CPU_CAPABILITY", cpu_capability()
+    if device.type == "cpu":
+        return "the device of target_logits", "cpu"
+    name = torch.get_device_module(device).get_device_name(device)
+    return "the device of target_logits", f"{device.type} {name}"
+
+
+def _facts(arguments: dict[str, Any], on_triton: bool) -> dict[str, int]:
     """Make numbers of what must be the same on all ranks, by what they are about."""
-    facts = {name: _digest(value) for name, value in arguments.items() if name not in _ROWS}
+    small = _on_host({name: v for name, v in arguments.items() if name not in _ROWS})
+    facts = {name: _digest(value) for name, value in small.items()}
     for name in _ROWS:
         given = arguments[name]
         described = None if given is None else (given.dtype, tuple(given.shape[:-1]))
         facts[f"{name}: dtype and shape but for the last dimension"] = _digest(described)
-    facts["SPECDEC_CPU_CAPABILITY"] = _digest(cpu_capability())
+    kernels, here = _kernels(on_triton, arguments["target_logits"].device)
+    facts[kernels] = _digest(here)
     return facts
 
 
 def _refuse_together(exchange: _Exchange, refused: list[int], mine: Exception | None) -> None:
     """Raise on all ranks what some ranks have refused."""
     text = str(mine or "").encode()[:_LENGTH_OF_MESSAGE].ljust(_LENGTH_OF_MESSAGE)
-    texts = exchange.gather(torch.tensor(list(text), dtype=torch.uint8))
+    texts = exchange.gather(torch.tensor(list(text), dtype=torch.uint8, device=exchange.tables))
     if mine is not None:
         raise mine
     first = refused[0]
@@ -286,7 +328,8 @@ def _agree(exchange: _Exchange, local: _Local | Exception) -> Tensor:
     own = [0, 0, 0] if isinstance(local, Exception) else [local.start, *local.widths()]
     numbers = [int(mine is not None), *own, *facts.values()]
     numbers += [0] * (len(names) + 5 - len(numbers))
-    table = exchange.gather(torch.tensor(numbers, dtype=torch.int64))
+    mine_alone = torch.tensor(numbers, dtype=torch.int64, device=exchange.tables)
+    table = exchange.gather(mine_alone).cpu()
     refused = table[:, 0].nonzero().flatten().tolist()
     if refused:
         _refuse_together(exchange, refused, mine)
@@ -402,7 +445,19 @@ def _for_operator(arguments: dict[str, Any]) -> dict[str, Any]:
     return {k: _with_columns(v) if k in _ROWS else v for k, v in arguments.items()}
 
 
-def _prepare(given: dict[str, Any], vocab_start: int | None) -> _Local:
+def _runs_on_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels take rows of a device, which others have to refuse."""
+    if device.type == "cpu":
+        return False
+    if device.type.upper() not in triton.DEVICES:
+        raise ValueError(
+            f"{_NAME}: target_logits must be on the CPU or on a GPU that Triton compiles for, "
+            f"got {device}"
+        )
+    return True
+
+
+def _prepare(given: dict[str, Any], vocab_start: int | None, on_triton: bool) -> _Local:
     """Check what one rank can check alone, and make numbers tensors."""
     arguments = {name: _to_local(name, value) for name, value in given.items()}
     for name, wanted in _PASSED_ON["verify"].items():
@@ -412,11 +467,9 @@ def _prepare(given: dict[str, Any], vocab_start: int | None) -> _Local:
         if vocab_start < 0:
             raise ValueError(f"{_NAME}: vocab_start must be at least 0, got {vocab_start}")
     tokens, device = arguments["draft_tokens"], arguments["target_logits"].device
-    if device.type != "cpu":
-        raise ValueError(
-            f"{_NAME}: target_logits must be on the CPU, got {device}: there are no kernels for "
-            "parts of a vocabulary elsewhere yet"
-        )
+    on_triton = _runs_on_triton(device) or on_triton
+    if on_triton:
+        triton.check_device(_NAME, device)
     batch = tokens.shape[0] if tokens.dim() > 0 else 1
     for name in _EXPANDED["verify"]:
         arguments[name] = _per_request(_NAME, name, arguments[name], batch, device)
@@ -424,7 +477,8 @@ def _prepare(given: dict[str, Any], vocab_start: int | None) -> _Local:
     ops._prepare_verify(**{**_for_operator(arguments), "allowed_mask": None})
     law = [n for n in ("draft_logits", "draft_probs") if arguments[n] is not None]
     start = -1 if vocab_start is None else vocab_start
-    return _Local(arguments, start, law[0] if law else None, _facts(arguments))
+    facts = _facts(arguments, on_triton)
+    return _Local(arguments, start, law[0] if law else None, on_triton, facts)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -439,16 +493,33 @@ def _run(exchange: _Exchange, local: _Local, table: Tensor) -> VerifyResult:
         rows = local.arguments[local.draft]
         parts.append(_Part(rows, _draft_bounds(parts[0].bounds, draft_widths)))
     tails = _tails(exchange, parts)
+    run = _run_triton if local.on_triton else _run_cpu
+    return VerifyResult(*run(exchange, _for_operator(local.arguments), parts, tails))
+
+
+def _run_triton(
+    exchange: _Exchange, arguments: dict[str, Any], parts: list[_Part], tails: list[Tensor | None]
+) -> tuple[Tensor, ...]:
+    from .triton.sharded import Part, verify_parts
+
+    both = [Part(*part, tail) for part, tail in zip(parts, tails, strict=True)]
+    return verify_parts(exchange, arguments, both[0], both[1] if len(both) == 2 else None)
+
+
+def _run_cpu(
+    exchange: _Exchange, arguments: dict[str, Any], parts: list[_Part], tails: list[Tensor | None]
+) -> tuple[Tensor, ...]:
+    drafted = len(parts) == 2
     number = next(_numbers)
     _exchanges[number] = exchange
     try:
-        outputs = ops._verify_sharded(
-            **_for_operator(local.arguments),
+        outputs: tuple[Tensor, ...] = ops._verify_sharded(
+            **arguments,
             target_tail=tails[0],
-            draft_tail=tails[1] if local.draft else None,
+            draft_tail=tails[1] if drafted else None,
             bounds=torch.tensor(parts[0].bounds),
             rank=exchange.rank,
-            draft_vocab=parts[1].bounds[-1] if local.draft else 0,
+            draft_vocab=parts[1].bounds[-1] if drafted else 0,
             exchange=number,
         )
     except RuntimeError:
@@ -457,14 +528,18 @@ def _run(exchange: _Exchange, local: _Local, table: Tensor) -> VerifyResult:
         raise
     finally:
         del _exchanges[number]
-    return VerifyResult(*outputs)
+    return outputs
 
 
-def _verify(given: dict[str, Any], vocab_start: int | None, group: Any) -> VerifyResult:
-    exchange = _Exchange(_group_of(given["target_logits"], group))
+def _verify(
+    given: dict[str, Any], vocab_start: int | None, group: Any, on_triton: bool = False
+) -> VerifyResult:
+    """Verify; `on_triton`: by Triton's interpreter where rows are on the CPU."""
+    rows = given["target_logits"]
+    exchange = _Exchange(_group_of(rows, group), rows)
     local: _Local | Exception
     try:
-        local = _prepare(given, vocab_start)
+        local = _prepare(given, vocab_start, on_triton)
     except Exception as error:  # the other ranks must hear of it
         local = error
     table = _agree(exchange, local)
@@ -512,13 +587,17 @@ def verify_sharded(
     """Verify chains of draft tokens whose logits are sharded over the vocabulary.
 
     All ranks of a group call it together, each with its part of the rows. All get what
-    `specdec_ext.verify` gives of the whole rows on the CPU, to the bit, whatever the number of
-    ranks and wherever the parts begin. Logits are not gathered: ranks exchange summaries of tiles
-    of 4,096 entries, and logits only where a part begins inside a tile (`even_bounds` avoids it).
+    `specdec_ext.verify` gives of the whole rows, to the bit, whatever the number of ranks and
+    wherever the parts begin: on CPU tensors by the C++ kernels, on GPU tensors by Triton's (what
+    ``verify(..., backend="triton")`` gives there, whatever "auto" would choose). Logits are not
+    gathered: ranks exchange summaries of tiles of 4,096 entries, and logits only where a part
+    begins inside a tile (`even_bounds` avoids it).
 
-    Collectives are torch.distributed's, on CPU tensors; the group's backend must have them (gloo,
-    for instance, or "cpu:gloo,cuda:nccl"). Logits on a GPU are refused today. ``torch.compile``
-    leaves the call out of its graphs, and refuses it with ``fullgraph=True``.
+    Collectives are torch.distributed's, on the device of the logits, and the group's backend must
+    have them there: gloo on CPUs, NCCL on GPUs, or "cpu:gloo,cuda:nccl". On GPUs the host waits
+    once or twice, to compare the ranks' arguments before anything is computed, and not again; the
+    call cannot be captured in a CUDA graph. No GPU has run it yet, see docs/sharded.md.
+    ``torch.compile`` leaves the call out of its graphs, and refuses it with ``fullgraph=True``.
 
     Parameters
     ----------
@@ -568,8 +647,11 @@ def verify_sharded(
     ValueError
         On every rank, whichever rank it is about: what `specdec_ext.verify` refuses; arguments that
         differ between ranks; parts that overlap or leave a gap; a draft that is split elsewhere;
-        logits that are not on the CPU; CPUs that run other kernels. On the rank alone: no process
-        group, a DTensor that is not sharded on its last dimension.
+        logits on a device that Triton does not compile for; CPUs that run other kernels, or GPUs of
+        several kinds. On the rank alone: no process group, a DTensor that is not sharded on its
+        last dimension.
+    RuntimeError
+        Logits on a GPU, and no Triton: as a ValueError on the ranks that have it.
 
     See Also
     --------

@@ -25,6 +25,7 @@ from triton.compiler import code_generator
 from triton.runtime import driver
 
 import specdec_ext.triton as backend
+from specdec_ext.triton import sharded
 from specdec_ext.testing import make_case
 from specdec_ext.testing import make_tree_case
 
@@ -98,6 +99,34 @@ def verify_tree(rule, **options):
     operators.verify_tree(**case.inputs)
 
 
+# Two ranks beside this one, as far as the shapes of what they send go.
+class Others:
+    rank, size = 1, 3
+
+    def gather(self, mine):
+        return mine.repeat(3, 1)
+
+    def total(self, mine):
+        return mine
+
+
+def verify_part(rule, bounds=(0, 4100, 8300, 9001), **options):
+    case = make_case(0, **{"rule": rule, "batch": 2, "gamma": 3, "vocab": 9001, **options})
+    schema = torch.ops.specdec.verify.default._schema.arguments
+    given = {a.name: a.default_value if a.has_default_value() else None for a in schema}
+    given.update(case.inputs)
+    parts = {}
+    for name in ("target_logits", "draft_logits", "draft_probs"):
+        if given[name] is None:
+            continue
+        rows, cut = given[name], bounds[2] // 4096 * 4096
+        tail = rows[..., cut : cut + 4096].contiguous() if bounds[2] > cut else None
+        given[name] = rows[..., bounds[1] : bounds[2]]
+        parts[name] = sharded.Part(given[name], list(bounds), tail)
+    draft = parts.get("draft_logits", parts.get("draft_probs"))
+    sharded.verify_parts(Others(), given, parts["target_logits"], draft)
+
+
 def attend(
     nodes, size, dtype, places=9000, heads=8, key_heads=2, value_size=None, cached=None, page=0,
     latent=False, **options,
@@ -118,6 +147,7 @@ def attend(
 if extent == "every kernel":
     verify("block", dtype=bf16, draft_filters=True)
     verify("top_beta", dtype=bf16, filters=False)
+    verify_part("block", dtype=bf16, draft_filters=True)
     verify_tree("traversal", dtype=bf16, packed=True)
     operators.row_law(row, **filters)
     operators.sample(row, torch.zeros(2, dtype=torch.float64))
@@ -128,6 +158,13 @@ if extent == "every kernel":
     operators.tree_mask(parents)
     operators.compact_kv(*[torch.zeros(2, 99, 8, 64, dtype=bf16)] * 2, parents, seeds, seeds)
     attend(64, 128, bf16)
+elif extent == "shards":
+    verify_part("token", filters=False, packed=True, allowed_mask=True)
+    verify_part("typical", draft="none", dtype=f16, bounds=(0, 4096, 8192, 9001))
+    verify_part("top_beta", draft="probs", layout="padded", bounds=(0, 0, 5000, 9001))
+    verify_part("coupled", philox=True, dtype=bf16, raw_logprobs=True)
+    verify_part("block", draft="probs", kinds="mixed", dtype=bf16, allowed_mask=True)
+    verify_part("greedy", gamma=0, ragged=False, bounds=(0, 9001, 9001, 9001))
 elif extent == "masks and maps":
     hidden = dict(allowed_mask=True)
     verify("block", dtype=bf16, draft="probs", packed=True, draft_token_ids=True, **hidden)
@@ -199,6 +236,7 @@ TARGETS = [
     ("cuda", "90", "32", "more variants"),
     ("cuda", "90", "32", "masks and maps"),
     ("cuda", "90", "32", "lists"),
+    ("cuda", "90", "32", "shards"),
     ("cuda", "90", "32", "attention"),
     ("cuda", "80", "32", "attention"),
     ("cuda", "86", "32", "attention"),

@@ -9,6 +9,7 @@ comes back from each. Processes meet in a file, and are ended when they take too
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import subprocess
@@ -16,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,11 +46,12 @@ def start(
     ranks: int,
     timeout: float = 240.0,
     script: str = __file__,
+    backend: str = "gloo",
 ) -> list[dict[str, Any]]:
     """Run jobs, one after the other, in as many processes; returns what each has returned.
 
     ``jobs`` has a function's name and its arguments for each name of a result; ``script`` has the
-    functions, and hands its option ``--order`` to `obey`.
+    functions, and hands its option ``--order`` to `obey`. With nccl each has a GPU.
 
     Raises
     ------
@@ -61,7 +64,11 @@ def start(
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
         }
-        orders = [json.dumps([jobs, rank, ranks, timeout, folder]) for rank in range(ranks)]
+        if backend == "gloo":  # Triton's kernels run on CPU tensors too
+            environment["TRITON_INTERPRET"] = "1"
+        orders = [
+            json.dumps([jobs, rank, ranks, timeout, folder, backend]) for rank in range(ranks)
+        ]
         running = [
             subprocess.Popen(
                 [sys.executable, script, "--order", order],
@@ -87,10 +94,12 @@ def start(
 
 def obey(order: str, functions: dict[str, Any]) -> None:
     """Run jobs as one of their processes."""
-    jobs, rank, ranks, timeout, folder = json.loads(order)
+    jobs, rank, ranks, timeout, folder, backend = json.loads(order)
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(str(Path(folder, "meeting")), ranks),
         rank=rank,
         world_size=ranks,
@@ -218,6 +227,15 @@ def local_inputs(
     return {**inputs, **parts, "vocab_start": bounds[rank]}
 
 
+def moved(inputs: dict[str, Any], device: str) -> dict[str, Any]:
+    """The inputs on a device, with their strides."""
+    if device == "cpu":
+        return dict(inputs)
+    from gpu_checks import placed
+
+    return {name: placed(value, torch.device(device)) for name, value in inputs.items()}
+
+
 def differences(got: Any, expected: Any) -> list[str]:
     """Names of the outputs that are not the same to the bit."""
     return [
@@ -233,28 +251,81 @@ def groups() -> list[Any]:
     return [dist.new_group(list(range(n + 1))) for n in range(dist.get_world_size())]
 
 
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """One implementation of the call, and of what it is compared with."""
+
+    sharded: Callable[..., Any]
+    whole: Callable[..., Any]
+    device: str = "cpu"
+
+
+def sharded_on_triton(
+    *, group: Any = None, vocab_start: int | None = None, **inputs: Any
+) -> specdec_ext.VerifyResult:
+    """`verify_sharded` by Triton's kernels wherever the tensors are."""
+    names = inspect.signature(verify_sharded).parameters
+    defaults = {n: p.default for n, p in names.items() if n not in ("group", "vocab_start")}
+    given = {**defaults, "draft_token_ids": None, "draft_probs_ids": None, **inputs}
+    return distributed._verify(given, vocab_start, group, on_triton=True)
+
+
+def whole_on_triton(**inputs: Any) -> specdec_ext.VerifyResult:
+    """`verify` by Triton's kernels."""
+    return specdec_ext.verify(**inputs, backend="triton")
+
+
+def whole_in_interpreter(**inputs: Any) -> specdec_ext.VerifyResult:
+    """`verify` by Triton's interpreter, which is slow: one rank runs it for all."""
+    outputs = [whole_on_triton(**inputs) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(outputs)
+    assert outputs[0] is not None
+    return outputs[0]
+
+
+WAYS = {
+    "cpu": Way(verify_sharded, specdec_ext.verify),
+    "triton": Way(sharded_on_triton, whole_in_interpreter),
+    "gpu": Way(verify_sharded, whole_on_triton, "cuda"),
+}
+
+
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
-def compare(first: int, count: int, control: str = "") -> dict[str, Any]:
-    """Compare `verify_sharded` with `verify` in cases ``first``, ``first + 1``, ..."""
+def compare(
+    first: int = 0,
+    count: int = 0,
+    control: str = "",
+    way: str = "cpu",
+    numbers: list[int] | None = None,
+) -> dict[str, Any]:
+    """Compare `verify_sharded` with `verify` in cases ``first``, ``first + 1``, ..., or others."""
+    if way != "cpu":
+        sys.path.insert(0, str(ROOT / "python_tests" / "helpers"))
+        import_module("backends")  # makes Triton's interpreter faster
     rank, wrong, seen = dist.get_rank(), [], Counter()
     group_of = groups()
-    for number in range(first, first + count):
+    run, whole, device = WAYS[way]
+    together = whole is whole_in_interpreter
+    for number in numbers or range(first, first + count):
         pick = Pick(number)
         ranks = 1 + pick.below(dist.get_world_size())
         if control:
             ranks = dist.get_world_size()
+        case = sharded_case(number)
+        inputs = moved(case.inputs, device)
+        if together or rank < ranks:
+            expected = whole(**inputs)
         if rank >= ranks:
             continue
-        case = sharded_case(number)
-        inputs = dict(case.inputs)
         vocab = inputs["target_logits"].shape[-1]
         bounds = make_bounds(pick, vocab, ranks)
         local = local_inputs(inputs, bounds, rank, pick.chance(0.3))
-        expected = specdec_ext.verify(**inputs)
         with broken(control):
-            got = verify_sharded(**local, group=group_of[ranks - 1])
+            got = run(**local, group=group_of[ranks - 1])
         found = differences(got, expected)
         if found:
             wrong.append(f"{number}, {ranks} ranks {bounds}, {case.name}: {found}")
@@ -332,6 +403,37 @@ CONTROLS = {
 }
 
 
+def wait_for_nothing() -> dict[str, Any]:
+    """On a GPU: once the ranks agree, nothing on the host waits for the device."""
+    rank = dist.get_rank()
+    inputs = moved({**usual(), "temperature": 0.7, "top_k": 40, "top_p": 0.9}, "cuda")
+    bounds = [*(13 * r for r in range(dist.get_world_size())), 50]
+    run, local = distributed._run, local_inputs(inputs, bounds, rank)
+    expected = verify_sharded(**local)  # kernels are compiled and loaded
+
+    def without_waiting(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    distributed._run = without_waiting
+    try:
+        wrong = differences(verify_sharded(**local), expected)
+    finally:
+        distributed._run = run
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.zeros(1, device="cuda").item()
+        seen = False
+    except RuntimeError:
+        seen = True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {"wrong": wrong, "a wait is seen": seen}
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -382,7 +484,10 @@ REFUSALS = {
         "must be on",
     ),
     "a mask too narrow": (
-        lambda local, rank, last: {**local, "allowed_mask": torch.ones(2, 3, 1, dtype=torch.int32)},
+        lambda local, rank, last: {
+            **local,
+            "allowed_mask": torch.ones(2, 3, 1, dtype=torch.int32, device=local["uniforms"].device),
+        },
         "allowed_mask must be",
     ),
     "no randomness": (
@@ -392,21 +497,20 @@ REFUSALS = {
 }
 
 
-def refuse() -> dict[str, Any]:
+def refuse(way: str = "cpu") -> dict[str, Any]:
     """Spoil a call in each way, on one rank or on all, and then call rightly."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    inputs, said = usual(), {}
+    run, whole, device = WAYS[way]
+    inputs, said = moved(usual(), device), {}
     bounds = some_bounds()
     for name, (spoiled, _) in REFUSALS.items():
         local = spoiled(local_inputs(inputs, bounds, rank), rank, last)
         try:
-            verify_sharded(**local)
+            run(**local)
             said[name] = ["nothing", ""]
         except (ValueError, TypeError) as error:
             said[name] = [type(error).__name__, str(error)]
-    after = differences(
-        verify_sharded(**local_inputs(inputs, bounds, rank)), specdec_ext.verify(**inputs)
-    )
+    after = differences(run(**local_inputs(inputs, bounds, rank)), whole(**inputs))
     return {"said": said, "after": after}
 
 

@@ -11,6 +11,9 @@ import specdec_ext
 from specdec_ext.distributed import TILE, even_bounds, verify_sharded
 
 CASES = 150
+#: Cases for Triton's interpreter, which is slow: every rule, and tiles that borders cut.
+FEW = [3, 17, 22, 27, 43, 53, 54, 1011, 1030, 5008]
+MORE = [n for n in range(60) if n not in FEW]
 VOCAB = 128_256
 
 JOBS = {
@@ -29,8 +32,19 @@ JOBS = {
         {"vocab": VOCAB, "even": True, "rule": "token", "top_k": 5000, "top_p": 0.9},
     ),
     "coupled": ("hand", {"vocab": VOCAB, "even": True, "rule": "coupled"}),
+    "triton": ("compare", {"numbers": FEW, "way": "triton"}),
     **{
         f"control: {name}": ("compare", {"first": 5000, "count": 25, "control": name})
+        for name in ranks.CONTROLS
+    },
+}
+
+
+TRITON_JOBS = {
+    "cases": ("compare", {"numbers": MORE, "way": "triton"}),
+    "refusals": ("refuse", {"way": "triton"}),
+    **{
+        f"control: {name}": ("compare", {"numbers": [27, 53, 54], "way": "triton", "control": name})
         for name in ranks.CONTROLS
     },
 }
@@ -51,6 +65,40 @@ def test_bits_are_those_of_one_rank(four):
     assert all(seen[f"ranks {n}"] >= 20 for n in (1, 2, 3, 4)), seen
     assert min(seen["borders inside tiles"], seen["several tiles"], seen["empty parts"]) >= 20, seen
     assert all(seen[f"status {bit} of requests"] >= 1 for bit in (1, 2, 4, 8)), seen
+
+
+def test_bits_of_tritons_kernels_are_those_of_one_rank(four):
+    assert [result["triton"]["wrong"] for result in four] == [[]] * 4
+    seen = four[0]["triton"]["seen"]
+    assert all(seen[f"rule {rule}"] >= 1 for rule in specdec_ext.ops.RULES), seen
+    assert all(seen[f"ranks {n}"] >= 1 for n in (2, 3, 4)), seen
+    assert seen["borders inside tiles"] >= 5, seen
+
+
+@pytest.mark.thorough
+def test_tritons_kernels_in_more_cases():
+    results = ranks.start(TRITON_JOBS, 4, 900.0)
+    assert [result["cases"]["wrong"] for result in results] == [[]] * 4
+    for name in ranks.CONTROLS:
+        assert all(result[f"control: {name}"]["wrong"] for result in results), name
+    for name, (_, words) in ranks.REFUSALS.items():
+        assert all(words in result["refusals"]["said"][name][1] for result in results), name
+    assert [result["refusals"]["after"] for result in results] == [[]] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("number", sorted({1, torch.cuda.device_count()}))
+def test_on_gpus(number):
+    jobs = {
+        "cases": ("compare", {"first": 0, "count": CASES, "way": "gpu"}),
+        "refusals": ("refuse", {"way": "gpu"}),
+        "waits": ("wait_for_nothing", {}),
+    }
+    for result in ranks.start(jobs, number, 1800.0, backend="nccl"):
+        assert result["cases"]["wrong"] == []
+        assert result["waits"] == {"wrong": [], "a wait is seen": True}
+        assert result["refusals"]["after"] == []
 
 
 @pytest.mark.parametrize("name", ranks.CONTROLS)

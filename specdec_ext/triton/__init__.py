@@ -19,7 +19,7 @@ import torch
 
 from .._ops import NAMESPACE, add_op_namespace_prefix, ops
 
-__all__ = ["absence", "is_interpreted", "operators", "register"]
+__all__ = ["absence", "check_device", "guard", "is_interpreted", "operators", "register"]
 
 #: Dispatch keys of the devices that Triton compiles for; ROCm's is CUDA.
 DEVICES = ("CUDA", "XPU")
@@ -49,12 +49,22 @@ def absence() -> str | None:
     return "no GPU here; with TRITON_INTERPRET=1 kernels are interpreted on the CPU, slowly"
 
 
-def _guard(device: torch.device) -> AbstractContextManager[Any]:
+def guard(device: torch.device) -> AbstractContextManager[Any]:
     """Make a device the current one, which is where Triton launches."""
     if device.type == "cpu":
         return nullcontext()
-    guard: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
-    return guard
+    current: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return current
+
+
+def check_device(name: str, device: torch.device) -> None:
+    """Raise what says why kernels cannot run on tensors of a device."""
+    if not _is_installed():
+        raise RuntimeError(
+            f"{name}: backend 'triton', needed on {device}, is not installed: {HOW_TO_INSTALL}"
+        )
+    if device.type == "cpu" and not is_interpreted():
+        raise RuntimeError(f"{name}: backend 'triton' needs GPU tensors, got {device}")
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -67,15 +77,10 @@ def _operator(name: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         outputs = prepare(*args, **kwargs)
         device = args[0].device
-        if not _is_installed():
-            raise RuntimeError(
-                f"{name}: backend 'triton', needed on {device}, is not installed: {HOW_TO_INSTALL}"
-            )
-        if device.type == "cpu" and not is_interpreted():
-            raise RuntimeError(f"{name}: backend 'triton' needs GPU tensors, got {device}")
+        check_device(name, device)
         launcher = getattr(importlib.import_module(f"{__name__}.{name}"), name)
         call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        with _guard(device):
+        with guard(device):
             launcher(outputs, SimpleNamespace(**call))
         return outputs
 

@@ -27,12 +27,15 @@ from .law_pass import NOTHING, combined_max, combined_sum, is_wanted
 from .laws import (
     GROUP,
     INFINITY,
+    end_of_tiles,
     filters_at,
+    first_tile,
     has_filter,
     hide,
     is_greedy,
     load_tile,
     masses_of,
+    memory_of,
     plain_row,
     round_up,
     row_at,
@@ -46,8 +49,10 @@ MAX_CANDIDATES = tl.constexpr(2048)
 #: Bits of a key that one step of a selection finds, keys being compared with so many pivots. Few
 #: keep a step in registers; the interpreter is faster with few steps.
 DIGIT_BITS = tl.constexpr(8 if triton.knobs.runtime.interpret else 2)
-PIVOTS = tl.constexpr(1 << DIGIT_BITS.value)
 LEVELS = tl.constexpr(32 // DIGIT_BITS.value)
+
+#: The interpreter shifts no int by a constant.
+ONE = tl.constexpr(1)
 
 #: Logits that one step of a selection in a row takes: each meets every pivot.
 SELECT_BLOCK = tl.constexpr(1024)
@@ -65,6 +70,10 @@ class Work(NamedTuple):
     counts: Any  # [rows] int32: logits that reach the floor
     candidates: Any  # [rows, MAX_CANDIDATES] float32
     masses: Any  # [rows, tiles] int64, of rows with top-p over the whole row
+    # Found over several ranks, see cutoff_ranks.py and sharded.py; else None.
+    cutoffs: Any  # [rows] float32
+    kept: Any  # [rows, 2] int64: masses of what is kept and of its entropy
+    argmax: Any  # [rows] int64
 
 
 NO_WORK = Work(*[None] * len(Work._fields))
@@ -90,16 +99,16 @@ def key_value(key):
 
 
 @triton.jit
-def pivots_of(key, level):
+def pivots_of(key, level, BITS: tl.constexpr):
     """Keys that one more digit may give, and how far up that digit is."""
-    shift = 32 - DIGIT_BITS * (level + 1)
-    return key | (tl.arange(0, PIVOTS).to(tl.uint32) << shift), shift
+    shift = 32 - BITS * (level + 1)
+    return key | (tl.arange(0, ONE << BITS).to(tl.uint32) << shift), shift
 
 
 @triton.jit
-def descend(key, shift, reached, bound):
+def descend(key, shift, reached, bound, BITS: tl.constexpr):
     """Choose the largest digit at or above whose pivot the weights reach the bound."""
-    digits = tl.arange(0, PIVOTS).to(tl.uint32)
+    digits = tl.arange(0, ONE << BITS).to(tl.uint32)
     return key | (tl.max(tl.where(reached >= bound, digits, 0), 0) << shift)
 
 
@@ -115,8 +124,8 @@ def select_in_list(keys, weights, bound):
     """Find the largest logit at or above which the weights of a vector reach `bound`, uint64."""
     key = tl.full([], 0, tl.uint32)
     for level in range(0, LEVELS):
-        pivots, shift = pivots_of(key, level)
-        key = descend(key, shift, weights_reaching(keys, weights, pivots), bound)
+        pivots, shift = pivots_of(key, level, DIGIT_BITS)
+        key = descend(key, shift, weights_reaching(keys, weights, pivots), bound, DIGIT_BITS)
     return key_value(key)
 
 
@@ -125,8 +134,37 @@ def load_block(source, start, BLOCK: tl.constexpr):
     """Load the entries of a row or list from `start`, -inf after its end; also which exist."""
     offsets = start + tl.arange(0, BLOCK)
     inside = offsets < source.entries
-    x = tl.load(source.data + offsets, mask=inside, other=-INFINITY).to(tl.float32)
+    x = tl.load(memory_of(source, start) + offsets, mask=inside, other=-INFINITY).to(tl.float32)
     return hide(source, offsets, x, -INFINITY), inside
+
+
+@triton.jit
+def span_of(source):
+    """Where the entries begin and end that are worked on here."""
+    first = tl.full([], 0, tl.int32)
+    last = source.entries
+    if source.tail.dtype.is_ptr():
+        first = source.first
+        last = tl.minimum(source.last, source.entries)
+    return first, last
+
+
+@triton.jit
+def reached_in_row(
+    source, pivots, reference, scale, threshold,
+    WEIGHTED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum the weights at or above each pivot over memory; weights are counts or masses."""
+    reached = tl.zeros([ONE << BITS], tl.uint64)
+    first, last = span_of(source)
+    for start in range(first, last, BLOCK):
+        x, inside = load_block(source, start, BLOCK)
+        if WEIGHTED:
+            weights = masses_of(weights_of(x, reference, scale, threshold))
+        else:
+            weights = inside.to(tl.uint64)
+        reached += weights_reaching(order_key(x), weights, pivots)
+    return reached
 
 
 @triton.jit
@@ -136,16 +174,11 @@ def select_in_row(
     """Do what `select_in_list` does over memory, LEVELS times; weights are counts or masses."""
     key = tl.full([], 0, tl.uint32)
     for level in range(0, LEVELS):
-        pivots, shift = pivots_of(key, level)
-        reached = tl.zeros([PIVOTS], tl.uint64)
-        for start in range(0, source.entries, BLOCK):
-            x, inside = load_block(source, start, BLOCK)
-            if WEIGHTED:
-                weights = masses_of(weights_of(x, reference, scale, threshold))
-            else:
-                weights = inside.to(tl.uint64)
-            reached += weights_reaching(order_key(x), weights, pivots)
-        key = descend(key, shift, reached, bound)
+        pivots, shift = pivots_of(key, level, DIGIT_BITS)
+        reached = reached_in_row(
+            source, pivots, reference, scale, threshold, WEIGHTED, DIGIT_BITS, BLOCK
+        )
+        key = descend(key, shift, reached, bound, DIGIT_BITS)
     return key_value(key)
 
 
@@ -160,7 +193,8 @@ def mass_in_row(source, reference, scale, threshold, ENTROPY: tl.constexpr, BLOC
     """Mass of what reaches a threshold, and with ENTROPY that of -w log w, in fixed point."""
     total = tl.full([], 0, tl.uint64)
     spread = tl.full([], 0, tl.uint64)
-    for start in range(0, source.entries, BLOCK):
+    first, last = span_of(source)
+    for start in range(first, last, BLOCK):
         x, _ = load_block(source, start, BLOCK)
         weights = weights_of(x, reference, scale, threshold)
         total += tl.sum(masses_of(weights), 0)
@@ -276,7 +310,8 @@ def collect_row(batch, summaries, work, of, row, tiles, split, splits, TILE: tl.
             floor = tl.load(work.floors + row)
             threshold = support_threshold(tl.full([], -INFINITY, tl.float32), top, scale)
             weigh = needs_row_mass(filters)
-            for tile in range(split, tiles, splits):
+            end = end_of_tiles(batch.rows, tiles, TILE)
+            for tile in range(first_tile(batch.rows, split, TILE), end, splits):
                 place = row * tiles + tile
                 if weigh | (tl.load(summaries.max + place) >= floor):
                     x = load_tile(source, tile, -INFINITY, TILE)
@@ -379,3 +414,11 @@ def filtered_law(
     else:
         cutoff, kept, spread = narrow_row(source, total, filters, top, scale, ENTROPY, BLOCK)
     return cutoff, kept.to(tl.float64) / ONE_MASS, -(spread.to(tl.float64) / ONE_MASS)
+
+
+@triton.jit
+def found_law(work, row):
+    """Give what `filtered_law` does where ranks have found it together."""
+    kept = tl.load(work.kept + row * 2).to(tl.float64)
+    spread = tl.load(work.kept + row * 2 + 1).to(tl.float64)
+    return tl.load(work.cutoffs + row), kept / ONE_MASS, -(spread / ONE_MASS)

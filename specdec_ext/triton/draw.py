@@ -247,8 +247,8 @@ def draw_from_law(source, law, sums, tiles, u, TILE: tl.constexpr):
 
 
 @triton.jit
-def sum_law(source, law, sums, tiles, split, splits, TILE: tl.constexpr):
-    """Write the tiles' sums of a law."""
-    for tile in range(split, tiles, splits):
+def sum_law(source, law, sums, end, first, step, TILE: tl.constexpr):
+    """Write the sums of a law's tiles from `first` to before `end`."""
+    for tile in range(first, end, step):
         masses = law_masses(source, law, tile, TILE)
         tl.store(sums + tile, tl.sum(masses, 0).to(tl.int64))

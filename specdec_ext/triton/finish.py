@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cutoff import filtered_law
+from .cutoff import filtered_law, found_law
 from .law_pass import (
     ENTROPY,
     NOTHING,
     RANK,
     combined_max,
     combined_sum,
-    drafted_token,
+    drafted_value,
     first_maximum,
     is_wanted,
     summed,
@@ -34,7 +34,6 @@ from .laws import (
     is_greedy,
     row_at,
     store_law,
-    value_at,
 )
 
 
@@ -65,16 +64,22 @@ def exponential_law(
     argmax = tl.full([], -1, tl.int64)
     if valid:
         if greedy | WANT_ARGMAX:
-            argmax = first_maximum(summaries, source, row, tiles, top, TILE)
+            if work.argmax is not None:
+                argmax = tl.load(work.argmax + row)
+            else:
+                argmax = first_maximum(summaries, source, row, tiles, top, TILE)
         if EXTRA == RANK:
             extra = summed(summaries.extra, row, tiles)
         if greedy == 0:
             z, spread = combined_sum(summaries, row, tiles, top, scale, EXTRA)
             if work.floors is not None:
                 if has_filter(filters):
-                    cutoff, z, spread = filtered_law(
-                        work, source, filters, top, scale, row, tiles, EXTRA == ENTROPY, TILE
-                    )
+                    if work.kept is not None:
+                        cutoff, z, spread = found_law(work, row)
+                    else:
+                        cutoff, z, spread = filtered_law(
+                            work, source, filters, top, scale, row, tiles, EXTRA == ENTROPY, TILE
+                        )
             if EXTRA == ENTROPY:
                 extra = tl.log(z) - spread / z
     kind = tl.where(valid, tl.where(greedy, POINT_MASS, EXPONENTIAL), NO_LAW)
@@ -93,7 +98,7 @@ def finish_row(
     s = of % batch.rows.steps
     if is_wanted(batch, b, s):
         source = row_at(batch.rows, b, s)
-        value = value_at(source, drafted_token(batch, b, s))
+        value = drafted_value(batch, source, b, s)
         if batch.rows.linear is not None:
             law = linear_law(summaries, row, tiles, value)
         else:

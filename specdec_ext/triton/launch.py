@@ -21,6 +21,7 @@ from .law_pass import NO_BATCH, NOTHING, Batch, Summaries, law_pass
 from .laws import (
     GROUP,
     LAW_FIELDS,
+    NO_HELD,
     NO_LISTS,
     NO_MAP,
     NO_MASK,
@@ -125,6 +126,7 @@ def rows_of(
         mask,
         token_map,
         lists,
+        NO_HELD,
     )
 
 
@@ -167,7 +169,8 @@ def batch_of(
     number = 0 if tokens is None else tokens.shape[1]
     strides = (stride_of(tokens), stride_of(tokens, 1))
     return Batch(
-        *(rows, sampling, tokens, *strides, number, lengths, stride_of(lengths), target, wanted)
+        *(rows, sampling, tokens, *strides, number, lengths, stride_of(lengths), target, wanted),
+        None,
     )
 
 
@@ -189,10 +192,16 @@ def compute_laws(
     *,
     extra: Any = NOTHING,
     want_argmax: bool = False,
+    ranks: Any = None,
 ) -> Tensor:
-    """Compute the laws of the rows of two batches, [rows, LAW_FIELDS] float64."""
+    """Compute the laws of the rows of two batches, [rows, LAW_FIELDS] float64.
+
+    With `sharded.Ranks`, each has a part of the rows, and all compute all laws.
+    """
     rows = first_rows + second_rows
     second = second if second_rows > 0 else NO_BATCH
+    if ranks is not None:
+        first, second = ranks.values(first, first_rows, second, second_rows)
     new = first.rows.data.new_empty
     per_tile = (rows, tiles.number)
     filters = has_filters(first.sampling) or has_filters(second.sampling)
@@ -212,6 +221,8 @@ def compute_laws(
         EXTRA=extra.value,
         **passes,
     )
+    if ranks is not None:
+        ranks.share(tiles, *(values for values in summaries if values is not None))
     work = NO_WORK
     if filters:
         work = Work(
@@ -219,7 +230,10 @@ def compute_laws(
             new(rows, dtype=torch.int32),
             new((rows, MAX_CANDIDATES.value), dtype=torch.float32),
             new(per_tile, dtype=torch.int64),
+            *(None, None, None),
         )
+        if ranks is not None:
+            work.masses.zero_()  # each rank sums those of its own tiles
         launch(
             find_floors, rows, first, second, summaries, work, first_rows, tiles.number, **passes
         )
@@ -229,6 +243,10 @@ def compute_laws(
             *(first, second, summaries, work, first_rows, tiles.number, splits),
             **passes,
         )
+        if ranks is not None:
+            work = ranks.narrow(tiles, first, second, first_rows, summaries, work, extra)
+    if ranks is not None:
+        work = ranks.argmax(tiles, first, second, first_rows, summaries, work)
     laws: Tensor = new((rows, LAW_FIELDS.value), dtype=torch.float64)
     launch(
         finish_laws,

@@ -18,7 +18,9 @@ from .laws import (
     INFINITY,
     NO_ROWS,
     NO_SAMPLING,
+    end_of_tiles,
     filters_at,
+    first_tile,
     is_greedy,
     is_greedy_at,
     load_tile,
@@ -51,10 +53,11 @@ class Batch(NamedTuple):
     lengths_stride: Any
     target: Any  # Sampling: rows of requests at T = 0 are not wanted
     wanted: Any  # [B, steps] int8: which rows are, where only the device knows; or None
+    drafted: Any  # [B, steps] float32: values at the tokens, where ranks hold the rows; or None
     end: None = None  # see laws.py
 
 
-NO_BATCH = Batch._make([NO_ROWS, NO_SAMPLING, *[None] * 6, NO_SAMPLING, None, None])
+NO_BATCH = Batch._make([NO_ROWS, NO_SAMPLING, *[None] * 6, NO_SAMPLING, None, None, None])
 
 
 def is_given(batch: Batch) -> bool:
@@ -95,6 +98,16 @@ def drafted_token(batch, b, s):
 
 
 @triton.jit
+def drafted_value(batch, source, b, s):
+    """Value of row s of request b at its drafted token."""
+    if batch.drafted is not None:
+        value = tl.load(batch.drafted + b * batch.rows.steps + s)
+    else:
+        value = value_at(source, drafted_token(batch, b, s))
+    return value
+
+
+@triton.jit
 def scan_logits(
     batch, summaries, source, b, s, row, tiles, split, splits,
     EXTRA: tl.constexpr, TILE: tl.constexpr,
@@ -102,9 +115,10 @@ def scan_logits(
     """Leave maxima and sums of a row's tiles; sums only where T > 0."""
     filters = filters_at(batch.sampling, b, batch.rows.vocab)
     scale = 1.0 / tl.where(is_greedy(filters), 1.0, filters.temperature)
-    value = value_at(source, drafted_token(batch, b, s))
+    value = drafted_value(batch, source, b, s)
     nothing_cut = tl.full([], -INFINITY, tl.float32)
-    for tile in range(split, tiles, splits):
+    end = end_of_tiles(batch.rows, tiles, TILE)
+    for tile in range(first_tile(batch.rows, split, TILE), end, splits):
         x = load_tile(source, tile, -INFINITY, TILE)
         top = tl.max(x, 0)
         valid = tl.min((x <= FLOAT_MAX).to(tl.int32), 0)
@@ -127,9 +141,10 @@ def scan_logits(
 
 
 @triton.jit
-def scan_probabilities(summaries, source, row, tiles, split, splits, TILE: tl.constexpr):
+def scan_probabilities(rows, summaries, source, row, tiles, split, splits, TILE: tl.constexpr):
     """Leave the sums of a row of probabilities."""
-    for tile in range(split, tiles, splits):
+    end = end_of_tiles(rows, tiles, TILE)
+    for tile in range(first_tile(rows, split, TILE), end, splits):
         x = load_tile(source, tile, 0.0, TILE)
         valid = tl.min(((x >= 0.0) & (x <= FLOAT_MAX)).to(tl.int32), 0)
         total = tl.sum(x, 0).to(tl.float64)
@@ -147,7 +162,7 @@ def scan_row(
     if is_wanted(batch, b, s):
         source = row_at(batch.rows, b, s)
         if batch.rows.linear is not None:
-            scan_probabilities(summaries, source, row, tiles, split, splits, TILE)
+            scan_probabilities(batch.rows, summaries, source, row, tiles, split, splits, TILE)
         else:
             scan_logits(
                 batch, summaries, source, b, s, row, tiles, split, splits,
@@ -223,13 +238,26 @@ def summed(values, row, tiles):
 
 
 @triton.jit
-def first_maximum(summaries, source, row, tiles, top, TILE: tl.constexpr):
-    """Token of the first entry whose logit equals the row's maximum."""
+def tile_of_maximum(summaries, row, tiles, top):
+    """First tile whose maximum equals the row's."""
     best = tl.full([], 0, tl.int32) + tiles - 1
     for start in range(0, tiles, TILE_STEP):
         tile = start + tl.arange(0, TILE_STEP)
         found = tl.load(summaries.max + row * tiles + tile, mask=tile < tiles, other=-INFINITY)
         best = tl.minimum(best, tl.min(tl.where(found == top, tile, tiles - 1), 0))
+    return best
+
+
+@triton.jit
+def first_maximum(summaries, source, row, tiles, top, TILE: tl.constexpr):
+    """Token of the first entry whose logit equals the row's maximum."""
+    best = tile_of_maximum(summaries, row, tiles, top)
+    return first_equal(source, best, top, TILE)
+
+
+@triton.jit
+def first_equal(source, best, top, TILE: tl.constexpr):
+    """Token of the first entry of a tile whose logit equals its maximum."""
     x = load_tile(source, best, -INFINITY, TILE)
     index = best * TILE + tl.arange(0, TILE)
     first = tl.min(tl.where(x == top, index, source.entries - 1), 0)

@@ -54,6 +54,22 @@ class TokenLists(NamedTuple):
     width: Any  # of a row in memory
 
 
+class Held(NamedTuple):
+    """What lies here of rows whose columns several ranks hold; see sharded.py.
+
+    This rank works on whole tiles. The last of them may begin here and end on others: it is in a
+    tensor of its own.
+    """
+
+    begin: Any  # the entry that is in the first column
+    first: Any  # where the first tile begins that this rank works on, ...
+    last: Any  # ... and where the last one ends; both are multiples of the tile
+    tail: Any  # rows of the tile from `tail_begin` on; not read where that is not below `last`
+    tail_begin: Any
+    tail_stride_b: Any
+    tail_stride_s: Any
+
+
 class Rows(NamedTuple):
     """Rows over a vocabulary: dense [B, steps, vocab], or through an index into a table.
 
@@ -74,6 +90,7 @@ class Rows(NamedTuple):
     mask: Any  # Mask; NO_MASK: it hides nothing
     map: Any  # TokenMap; NO_MAP: entry i is token i
     lists: Any  # TokenLists; NO_LISTS: rows hold the whole vocabulary
+    held: Any  # Held; NO_HELD: all entries are here
     end: None = None
 
 
@@ -91,6 +108,10 @@ class Row(NamedTuple):
     places: Any  # where each token lies; without `tokens`, entry i is token i there
     listed: Any  # the tokens of a list, whose probabilities are `data`; absent: it is none
     count: Any  # how many they are
+    first: Any  # of `Held`, as are the next two; absent: all entries are here
+    last: Any
+    tail: Any
+    tail_begin: Any
 
 
 class Sampling(NamedTuple):
@@ -110,7 +131,8 @@ class Sampling(NamedTuple):
 NO_MASK = Mask(*[None] * len(Mask._fields))
 NO_MAP = TokenMap(*[None] * len(TokenMap._fields))
 NO_LISTS = TokenLists(*[None] * len(TokenLists._fields))
-NO_ROWS = Rows._make([*[None] * 10, NO_MASK, NO_MAP, NO_LISTS, None])
+NO_HELD = Held(*[None] * len(Held._fields))
+NO_ROWS = Rows._make([*[None] * 10, NO_MASK, NO_MAP, NO_LISTS, NO_HELD, None])
 #: The parameters, each of which has a stride behind it.
 SAMPLING = Sampling._fields[1::2]
 NO_SAMPLING = Sampling(None, *[None, 0] * len(SAMPLING))  # T = 1 without filters
@@ -171,7 +193,10 @@ def absent():
 @triton.jit
 def plain_row(data, entries):
     """Describe a list as a row that hides nothing."""
-    return Row(data, entries, entries, absent(), absent(), absent(), absent(), absent())
+    return Row(
+        *(data, entries, entries, absent(), absent(), absent(), absent(), absent()),
+        *(absent(), absent(), absent(), absent()),
+    )
 
 
 @triton.jit
@@ -200,13 +225,29 @@ def row_at(rows, b, s):
     if rows.mask.words is not None:
         known = rows.mask.num_tokens
         words = rows.mask.words + b * rows.mask.stride_b + s * rows.mask.stride_s
+    first = absent()
+    last = absent()
+    tail = absent()
+    tail_begin = absent()
     offset = b * rows.stride_b + place * rows.stride_s
+    data = rows.data + offset
     if rows.lists.tokens is not None:
         listed = rows.lists.tokens + offset
         count = tl.load(rows.lists.counts + offset // rows.lists.width)
         entries = tl.where(count > 0, entries, 0)
         count = tl.where(entries > 0, count, 0)
-    return Row(rows.data + offset, entries, known, words, tokens, places, listed, count)
+    if rows.held.tail is not None:
+        # Entries keep their numbers in the whole row.
+        data -= rows.held.begin
+        first = rows.held.first
+        last = rows.held.last
+        tail_begin = rows.held.tail_begin
+        tail = rows.held.tail - tail_begin
+        tail += b * rows.held.tail_stride_b + place * rows.held.tail_stride_s
+    return Row(
+        *(data, entries, known, words, tokens, places, listed, count),
+        *(first, last, tail, tail_begin),
+    )
 
 
 @triton.jit
@@ -218,8 +259,37 @@ def in_token_order(source):
         found = Row(
             *(source.data, entries, source.known, source.words, absent(), source.places),
             *(source.listed, source.count),
+            *(source.first, source.last, source.tail, source.tail_begin),
         )
     return found
+
+
+@triton.jit
+def memory_of(source, start):
+    """Pointer that the entries of a tile are counted from, which has `start` in it (a scalar)."""
+    data = source.data
+    if source.tail.dtype.is_ptr():
+        if start >= source.tail_begin:
+            data = source.tail
+    return data
+
+
+@triton.jit
+def first_tile(rows, split, TILE: tl.constexpr):
+    """First tile of a share of the tiles that are worked on here."""
+    first = split
+    if rows.held.tail is not None:
+        first = split + rows.held.first // TILE
+    return first
+
+
+@triton.jit
+def end_of_tiles(rows, tiles, TILE: tl.constexpr):
+    """Tile after the last one that is worked on here."""
+    end = tiles
+    if rows.held.tail is not None:
+        end = rows.held.last // TILE
+    return end
 
 
 @triton.jit
@@ -292,18 +362,24 @@ def load_tile(source, tile, padding, TILE: tl.constexpr):
         places = tl.load(source.places + offsets, mask=offsets < source.entries, other=-1)
         values = tl.load(source.data + places, mask=places >= 0, other=padding).to(tl.float32)
     elif tile * TILE + TILE <= source.entries:
-        values = tl.load(source.data + offsets).to(tl.float32)
+        values = tl.load(memory_of(source, tile * TILE) + offsets).to(tl.float32)
     else:
-        inside = offsets < source.entries
-        values = tl.load(source.data + offsets, mask=inside, other=padding).to(tl.float32)
+        data = memory_of(source, tile * TILE)
+        values = tl.load(data + offsets, mask=offsets < source.entries, other=padding)
+        values = values.to(tl.float32)
     return hide(source, offsets, values, padding)
 
 
 @triton.jit
 def value_at(source, token):
-    """Value of a row at a token (a scalar), -inf where the row has no such entry or hides it."""
+    """Value of a row at a token (a scalar), -inf where the row has no such entry or hides it.
+
+    Where ranks hold the row, -inf on those that do not work on the token's tile.
+    """
     place = token
     inside = (token >= 0) & (token < source.entries)
+    if source.tail.dtype.is_ptr():
+        inside = inside & (token >= source.first) & (token < source.last)
     if source.places.dtype.is_ptr():
         known = (token >= 0) & (token < source.known)
         place = tl.load(source.places + tl.where(known, token, 0), mask=known, other=-1)
@@ -314,7 +390,8 @@ def value_at(source, token):
         value = tl.where(inside, listed_values(source, token, -INFINITY), -INFINITY)
     else:
         place = tl.where(inside, place, 0)
-        value = tl.load(source.data + place, mask=inside, other=-INFINITY).to(tl.float32)
+        data = memory_of(source, place)
+        value = tl.load(data + place, mask=inside, other=-INFINITY).to(tl.float32)
     return value
 
 

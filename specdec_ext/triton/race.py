@@ -8,6 +8,8 @@ have under top-k or top-p, takes no noise.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,8 @@ from .laws import (
     INFINITY,
     LAW_FIELDS,
     Rows,
+    end_of_tiles,
+    first_tile,
     law_threshold,
     load_law,
     load_tile,
@@ -119,7 +123,8 @@ def run_races(rows, coins, laws, depths, times, winners, first, tiles, splits, T
         if depths is not None:
             after = tl.load(depths + row).to(tl.int64)
         position += (after + first).to(tl.uint64)
-        for tile in range(split, tiles, splits):
+        end = end_of_tiles(rows, tiles, TILE)
+        for tile in range(first_tile(rows, split, TILE), end, splits):
             time, winner = run_tile(source, law, seed, position, coins.stream, tile, TILE)
             tl.store(times + row * tiles + tile, time)
             tl.store(winners + row * tiles + tile, winner)
@@ -152,6 +157,7 @@ def find_winners(
     laws: Tensor,
     first: int = 0,
     depths: Tensor | None = None,
+    ranks: Any = None,
 ) -> None:
     """Let the rows of laws [rows, LAW_FIELDS] race; each law's `extra` becomes its winner."""
     number = laws.shape[0]
@@ -165,4 +171,6 @@ def find_winners(
         TILE=tiles.size,
         num_warps=8,
     )
+    if ranks is not None:
+        ranks.share(tiles, times, winners)
     launch(finish_races, number, laws, times, winners, tiles.number, num_warps=1)

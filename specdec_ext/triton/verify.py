@@ -10,7 +10,7 @@ O(rows x tiles), and of a map O(V).
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -52,7 +52,10 @@ from .laws import (
     NO_LAW,
     NO_SAMPLING,
     POINT_MASS,
+    Rows,
     TokenMap,
+    end_of_tiles,
+    first_tile,
     load_laws,
     log_probability,
     row_at,
@@ -89,7 +92,8 @@ def weigh_residuals(
     task = load_task(tasks, children, b)
     law = target_law(laws, b, task.row, gamma)
     if needs_draw(law) & (task.residual > 0):
-        for tile in range(split, tiles, splits):
+        end = end_of_tiles(target, tiles, TILE)
+        for tile in range(first_tile(target, split, TILE), end, splits):
             weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
             tl.store(masses + b * tiles + tile, tl.sum(weights, 0).to(tl.float64))
 
@@ -109,14 +113,16 @@ def sum_draws(
     law = target_law(laws, b, task.row, gamma)
     if needs_draw(law):
         mass = residual_mass(task, masses, b, tiles)
+        first = first_tile(target, split, TILE)
+        end = end_of_tiles(target, tiles, TILE)
         if mass > 0.0:
-            for tile in range(split, tiles, splits):
+            for tile in range(first, end, splits):
                 weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
                 total = tl.sum(residual_masses(weights, mass), 0)
                 tl.store(sums + b * tiles + tile, total.to(tl.int64))
         else:
             source = row_at(target, b, task.row)
-            sum_law(source, law, sums + b * tiles, tiles, split, splits, TILE)
+            sum_law(source, law, sums + b * tiles, end, first, splits, TILE)
 
 
 @triton.jit
@@ -212,6 +218,7 @@ def _decide_block(
     chain: Chain,
     laws: Laws,
     outputs: Outputs,
+    ranks: Any,
 ) -> None:
     batch, gamma, vocab, tiles = shape
     new = call.target_logits.new_empty
@@ -231,6 +238,8 @@ def _decide_block(
         TILE=tiles.size,
         num_warps=8,
     )
+    if ranks is not None and nodes > 0:
+        ranks.share(tiles, flow.masses.flatten(0, 1))
     launch(decide_block, batch, chain, laws, flow, outputs, vocab, gamma, tiles.number, num_warps=4)
 
 
@@ -260,19 +269,31 @@ def draw_tokens(
     *,
     children: Children = NO_CHILDREN,
     raced: bool,
+    ranks: Any = None,
 ) -> None:
     """Draw the last token of every request."""
     batch, gamma, _, tiles = shape
     sources = (target.rows, draft.rows, laws, outputs.tasks, children)
     tile = dict(TILE=tiles.size, num_warps=8)
-    masses = sums = None
+    masses = sums = law_sums = None
     if not raced:
         masses = laws.target.new_empty((batch, tiles.number))
         sums = laws.target.new_empty((batch, tiles.number), dtype=torch.int64)
         splits = tiles.splits(batch)
         grid = batch * splits
-        launch(weigh_residuals, grid, *sources, masses, gamma, tiles.number, splits, **tile)
-        launch(sum_draws, grid, *sources, masses, sums, gamma, tiles.number, splits, **tile)
+        passes = (gamma, tiles.number, splits)
+        launch(weigh_residuals, grid, *sources, masses, *passes, **tile)
+        if ranks is not None:
+            ranks.share(tiles, masses)
+        launch(sum_draws, grid, *sources, masses, sums, *passes, **tile)
+        if ranks is not None:
+            law_sums = torch.empty_like(sums)  # without residuals: for those that come out as 0
+            nothing = torch.zeros_like(masses)
+            launch(sum_draws, grid, *sources, nothing, law_sums, *passes, **tile)
+            ranks.share(tiles, sums, law_sums)
+    if ranks is not None:
+        ranks.draw(sources, (masses, sums, law_sums), outputs, gamma, tiles, raced)
+        return
     launch(
         draw_last_tokens,
         batch,
@@ -283,11 +304,12 @@ def draw_tokens(
     )
 
 
-def _rewrite_logprobs(call: SimpleNamespace, shape: Shape, outputs: Outputs) -> None:
-    mask = mask_of(call.allowed_mask, shape.vocab)
-    rows = rows_of(call.target_logits, call.target_rows, mask=mask)
+def _rewrite_logprobs(call: SimpleNamespace, shape: Shape, outputs: Outputs, ranks: Any) -> None:
+    rows = _target_rows(call, shape.vocab)
     batch = batch_of(rows, NO_SAMPLING, outputs.tokens, outputs.num_accepted)
-    laws = compute_laws(shape.tiles, batch, shape.batch * (shape.gamma + 1))
+    if ranks is not None:
+        batch, _ = ranks.hold(shape.tiles, batch, NO_BATCH)
+    laws = compute_laws(shape.tiles, batch, shape.batch * (shape.gamma + 1), ranks=ranks)
     launch(
         write_raw_logprobs,
         shape.batch,
@@ -323,50 +345,66 @@ def _chain_of(call: SimpleNamespace, vocab: int, token_map: TokenMap, draft: Dra
     )
 
 
+def _target_rows(call: SimpleNamespace, vocab: int) -> Rows:
+    mask = mask_of(call.allowed_mask, vocab)
+    return rows_of(call.target_logits, call.target_rows, mask=mask, vocab=vocab)
+
+
 def _batches(
-    call: SimpleNamespace, chain: Chain, token_map: TokenMap, draft: DraftRows
+    call: SimpleNamespace, vocab: int, chain: Chain, token_map: TokenMap, draft: DraftRows
 ) -> tuple[Batch, Batch]:
     """Target rows, and the draft's where the rule reads them."""
     greedy = RULES[call.rule].ignores_sampling
     drafted = (call.draft_tokens, call.draft_lengths)
-    mask = mask_of(call.allowed_mask, call.target_logits.shape[-1])
-    rows = rows_of(call.target_logits, call.target_rows, mask=mask)
+    rows = _target_rows(call, vocab)
     target = batch_of(rows, ALL_GREEDY if greedy else chain.target, *drafted)
     reads_draft = RULES[call.rule].reads_draft_law
     if draft.tensor is None or not reads_draft or call.draft_tokens.shape[1] == 0:
         return target, NO_BATCH
-    rows = draft_rows_of(draft, call.draft_rows, mask, token_map)
+    rows = draft_rows_of(draft, call.draft_rows, rows.mask, token_map)
     return target, batch_of(rows, chain.draft, *drafted, chain.target)
 
 
-def verify(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], call: SimpleNamespace) -> None:
-    """Fill the outputs of `specdec_ext.verify`."""
+def verify(
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    call: SimpleNamespace,
+    ranks: Any = None,
+) -> None:
+    """Fill the outputs of `specdec_ext.verify`.
+
+    With `sharded.Ranks`, the call has a part of the rows of each model.
+    """
     batch, gamma = call.draft_tokens.shape
-    vocab = call.target_logits.shape[-1]
+    vocab = call.target_logits.shape[-1] if ranks is None else ranks.vocab
     traits = RULES[call.rule]
     ids = call.draft_token_ids if traits.reads_draft_law else None
     token_map = token_map_of(ids, vocab)
     drafted = draft_of(call, vocab)
+    if ranks is not None:
+        drafted = drafted._replace(vocab=ranks.draft_vocab)
     chain = _chain_of(call, vocab, token_map, drafted)
-    target, draft = _batches(call, chain, token_map, drafted)
+    target, draft = _batches(call, vocab, chain, token_map, drafted)
     shape = Shape(batch, gamma, vocab, tiling(vocab, draft.rows.vocab or 1))
+    if ranks is not None:
+        target, draft = ranks.hold(shape.tiles, target, draft)
     first_draft = batch * (gamma + 1)
     data = compute_laws(
         shape.tiles,
         target,
         first_draft,
         draft,
-        batch * gamma,
+        batch * gamma if is_given(draft) else 0,
         extra=EXTRAS.get(call.rule, NOTHING),
+        ranks=ranks,
     )
     laws = Laws(data, data[first_draft:] if is_given(draft) else None)
     if traits.races:
-        find_winners(shape.tiles, target.rows, given_coins(call), data)
+        find_winners(shape.tiles, target.rows, given_coins(call), data, ranks=ranks)
     outputs = Outputs(*results, data.new_empty((batch, TASK_FIELDS.value)))
     if call.rule == "block":
-        _decide_block(call, shape, target, draft, chain, laws, outputs)
+        _decide_block(call, shape, target, draft, chain, laws, outputs, ranks)
     else:
         _decide_stepwise(call, shape, chain, laws, outputs)
-    draw_tokens(shape, target, draft, laws, outputs, raced=traits.races)
+    draw_tokens(shape, target, draft, laws, outputs, raced=traits.races, ranks=ranks)
     if call.raw_logprobs or traits.raw_logprobs:
-        _rewrite_logprobs(call, shape, outputs)
+        _rewrite_logprobs(call, shape, outputs, ranks)

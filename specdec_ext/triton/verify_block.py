@@ -25,7 +25,7 @@ from .chain import (
     write_verdict,
 )
 from .draw import Task, no_siblings, residual_weights
-from .laws import NO_LAW, probability
+from .laws import NO_LAW, end_of_tiles, first_tile, probability
 
 #: Tiles that one step of a sum over tiles takes.
 MASS_STEP = tl.constexpr(64)
@@ -115,7 +115,8 @@ def node_masses(target, draft, laws, flow, gamma, tiles, splits, TILE: tl.conste
             task = Task(node, sampled.to(tl.int32), inflow, one, nothing, one, no_siblings())
             law = target_law(laws, b, node, gamma)
             place = flow.masses + (b * (gamma + 1) + node) * tiles
-            for tile in range(split, tiles, splits):
+            end = end_of_tiles(target, tiles, TILE)
+            for tile in range(first_tile(target, split, TILE), end, splits):
                 weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
                 tl.store(place + tile, tl.sum(weights, 0).to(tl.float64))
 
