@@ -287,7 +287,7 @@ class _Probe:
         fault = self._fault(plain, "at the nodes of a tree", expected, self._tree, 0)
         if fault is None:
             span = self._reach(span)
-            expected = torch.cat([self._behind(span), self._chain(branch, span)[-1:]])
+            expected = torch.cat([self._chain(self.tail, span), self._chain(branch, span)[-1:]])
             fault = self._fault(plain, "at the nodes of a tree", expected, self._tree, span)
         return fault
 
@@ -402,13 +402,15 @@ class _Probe:
         return cached.forward(text[:, before:])[0, -tail.shape[1] :].float()
 
     def _behind(self, gap: int, static: bool = False) -> Tensor:
-        """Run behind ``gap`` slots more that all tokens see."""
-        if not static:
-            return self._chain(self.tail, gap)
-        cached = self._open(gap)
+        """Run behind ``gap`` slots more that all tokens see, the last token in a call of its own.
+
+        Some read no mask in a call of one token (LED), and would see a static cache's slots that
+        are not in use. Such a call also rounds otherwise than one of several tokens.
+        """
+        cached = self._open(gap, static=static)
         cached.prefill(self.context, None)
-        _widen(cached, gap, 0, visible=True)
-        # Some read no mask in a call of one token (LED), and would see the slots not in use.
+        if gap:
+            _widen(cached, gap, 0, visible=True)
         parts = self.tail.split([TAIL - 1, 1], 1)
         return torch.cat([cached.forward(part) for part in parts], 1)[0].float()
 
