@@ -1,4 +1,5 @@
-"""The training of encoder-decoders of four sizes on real tasks.
+"""Parts of the training of encoder-decoders of four sizes on the data of benchmarks/tasks.
 
-``python benchmarks/pair/seq2seq`` runs it; see `__main__`.
+`data.prepare`, `sizes.build_model` and `training.train` are called from Python; there is no command
+yet, and no measurement of what was trained.
 """

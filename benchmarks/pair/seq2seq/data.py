@@ -81,7 +81,9 @@ def train_tokenizer(pairs: list[tuple[str, str]], folder: Path) -> PreTrainedTok
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> tuple[Pairs, int]:
     """Return the pairs that are short enough, and the number of those that are not."""
-    sides = [tokenizer([pair[k] for pair in texts]).input_ids for k in (0, 1)] if texts else [[], []]
+    sides = (
+        [tokenizer([pair[k] for pair in texts]).input_ids for k in (0, 1)] if texts else [[], []]
+    )
     pairs = Pairs()
     for source, target in zip(*sides, strict=True):
         if max(len(source), len(target)) <= BUCKETS[-1]:
@@ -107,9 +109,7 @@ def prepare(task_folder: Path, work_folder: Path, permissive_only: bool) -> dict
     dict
         What was written: pairs and target tokens of each split, and pairs left out as too long.
     """
-    texts = {
-        name: read_records(task_folder / f"{name}.jsonl", permissive_only) for name in SPLITS
-    }
+    texts = {name: read_records(task_folder / f"{name}.jsonl", permissive_only) for name in SPLITS}
     if empty := [name for name, pairs in texts.items() if not pairs]:
         raise ValueError(f"no records for {', '.join(empty)} in {task_folder}")
     tokenizer = train_tokenizer(texts["train"], work_folder / "tokenizer")
@@ -153,7 +153,7 @@ def padded(rows: list[list[int]], value: int) -> Tensor:
 
 @dataclass
 class Batch:
-    """Sources ``[B, S]``, their mask ``[B, S]``, and labels ``[B, L]`` (-100 where there is none)."""
+    """Sources and their mask ``[B, S]``, and labels ``[B, L]`` (-100 where there is none)."""
 
     inputs: Tensor
     mask: Tensor

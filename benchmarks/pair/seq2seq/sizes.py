@@ -18,7 +18,13 @@ SIZES: dict[str, dict[str, int]] = {
     "mini": {"d_model": 48, "d_ff": 128, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 1},
     "small": {"d_model": 96, "d_ff": 256, "num_heads": 3, "num_layers": 2, "num_decoder_layers": 1},
     "base": {"d_model": 128, "d_ff": 352, "num_heads": 4, "num_layers": 6, "num_decoder_layers": 3},
-    "large": {"d_model": 192, "d_ff": 512, "num_heads": 6, "num_layers": 6, "num_decoder_layers": 8},
+    "large": {
+        "d_model": 192,
+        "d_ff": 512,
+        "num_heads": 6,
+        "num_layers": 6,
+        "num_decoder_layers": 8,
+    },
 }
 LARGEST = "large"
 

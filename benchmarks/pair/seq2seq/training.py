@@ -1,4 +1,4 @@
-"""The training of one size: resumable, ended by steps or by the clock, its last weights averaged."""
+"""The training of one size: resumable, ended by steps or the clock, last weights averaged."""
 
 from __future__ import annotations
 
