@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,18 +87,24 @@ def collect_corpus() -> Corpus:
     return corpus
 
 
-def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
-    """Train the byte-level BPE on ``texts`` and save it as Hugging Face files in ``folder``."""
+def train_byte_bpe(texts: Iterable[str], vocabulary: int, special_tokens: list[str]) -> Tokenizer:
+    """Train a byte-level BPE, which spells whatever it never saw; special tokens come first."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[BOS, EOS, PAD],
+        vocab_size=vocabulary,
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
+    return core
+
+
+def train_tokenizer(texts: list[str], folder: Path) -> PreTrainedTokenizerFast:
+    """Train the byte-level BPE on ``texts`` and save it as Hugging Face files in ``folder``."""
+    core = train_byte_bpe(texts, VOCABULARY, [BOS, EOS, PAD])
     bos = core.token_to_id(BOS)
     core.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos)]

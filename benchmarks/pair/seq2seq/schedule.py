@@ -1,0 +1,105 @@
+"""How long a size trains, and its learning rate on the way.
+
+The learning rate is a function of *progress*, the used part of what a size may use, from 0 to 1:
+of its steps, of its seconds, or of whichever runs out first. A schedule by progress has its warm-up
+and its end in their places however many steps the time allows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# Minutes of the whole command. `small` is meant for 2 CPU cores, `full` for one H100.
+BUDGETS = {"small": 120.0, "full": 40.0}
+# The rest is for saving, loading and measuring.
+TRAINING_SHARE = 0.85
+
+# Xia et al. (arXiv 2203.16487), Table 7, warm from 1e-7 up to 5e-4.
+FIRST_FACTOR = 1e-7 / 5e-4
+
+Clock = Callable[[], float]
+
+
+def minutes_of(budget: str) -> float:
+    """Return a budget's minutes: those of a preset, or the number itself.
+
+    Raises
+    ------
+    ValueError
+        If it is neither a preset nor a positive number.
+    """
+    if budget in BUDGETS:
+        return BUDGETS[budget]
+    try:
+        minutes = float(budget)
+    except ValueError:
+        minutes = math.nan
+    if not 0.0 < minutes < math.inf:
+        presets = ", ".join(BUDGETS)
+        raise ValueError(f"budget must be {presets} or a positive number, got {budget!r}")
+    return minutes
+
+
+def seconds_of(budget: str, shares: Mapping[str, float]) -> dict[str, float]:
+    """Divide a budget's training time by shares, which are taken relative to their sum."""
+    seconds = 60.0 * minutes_of(budget) * TRAINING_SHARE
+    whole = sum(shares.values())
+    return {name: seconds * share / whole for name, share in shares.items()}
+
+
+def lr_factor(progress: float, warmup: float, cooldown: float) -> float:
+    """Return the learning rate as a part of its height.
+
+    It rises linearly for the first ``warmup`` of the way, falls with the inverse square root of the
+    way from there on (with N steps in all, that is ``sqrt(warmup_steps / step)``), and over the
+    last ``cooldown`` of the way also linearly to 0.
+    """
+    if progress < warmup:
+        return FIRST_FACTOR + (1.0 - FIRST_FACTOR) * progress / warmup
+    falling = math.sqrt(warmup / progress)
+    return falling * min(1.0, (1.0 - progress) / cooldown) if cooldown else falling
+
+
+@dataclass
+class Pace:
+    """How far a training has come: by its steps, by the clock, or by the one that is further.
+
+    Parameters
+    ----------
+    steps : int, optional
+        Number of steps after which it ends.
+    seconds : float, optional
+        Time after which it ends, without that in which it did not run.
+    used : float
+        Seconds of earlier sessions.
+    clock : callable
+        Returns seconds.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    used: float = 0.0
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        """Check the limits and start the clock."""
+        if self.steps is None and self.seconds is None:
+            raise ValueError("a pace needs a number of steps, of seconds, or both; got neither")
+        for name in ("steps", "seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        self._begin = self.clock()
+
+    def seconds_used(self) -> float:
+        """Return the seconds of this session and the earlier ones."""
+        return self.used + self.clock() - self._begin
+
+    def progress(self, step: int) -> float:
+        """Return the used part, in [0, 1], before step number ``step``."""
+        by_steps = step / self.steps if self.steps is not None else 0.0
+        by_clock = self.seconds_used() / self.seconds if self.seconds is not None else 0.0
+        return min(1.0, max(by_steps, by_clock))

@@ -1,0 +1,294 @@
+"""The training of one size: resumable, ended by steps or the clock, last weights averaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import T5ForConditionalGeneration
+
+from pair.data import save_atomically
+from pair.seq2seq.data import IGNORED, Batch, Batches, Pairs, batch_of
+from pair.seq2seq.schedule import Pace, lr_factor
+from pair.seq2seq.sizes import EMBEDDING_LR, PEAK_LR_TIMES_WIDTH
+
+# A checkpoint is left after every hundredth of the way; the weights of the last ten are averaged.
+CHECKPOINTS = 100
+AVERAGED = 10
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a size's weights depend on beside its shape, the data and the number of steps.
+
+    Label smoothing, betas, epsilon, weight decay and the norm to which gradients are clipped are
+    those of Xia et al. (arXiv 2203.16487), Table 7, and so are dropout (.1 there, .2 or .3 for less
+    data) and the form of the schedule.
+    """
+
+    seed: int = 0
+    batch_tokens: int = 2048
+    dropout: float = 0.1
+    label_smoothing: float = 0.1
+    warmup: float = 0.06
+    cooldown: float = 0.25
+    weight_decay: float = 0.01
+    clip_norm: float = 5.0
+    lr_scale: float = 1.0
+    bfloat16: bool = False
+    # Of the loss, where there is a teacher whose law of the next token is learned.
+    teacher_weight: float = 0.5
+
+
+@dataclass
+class Report:
+    """How a training went."""
+
+    steps: int
+    epochs: float
+    seconds: float
+    averaged: int
+    loss: float
+
+
+def build_optimizer(model: T5ForConditionalGeneration, options: Options) -> torch.optim.AdamW:
+    """Return AdamW with three groups: matrices, the embedding, and what has one dimension."""
+    matrices, vectors = [], []
+    for name, parameter in model.named_parameters():
+        if name != "shared.weight":
+            is_matrix = parameter.ndim == 2 and "relative_attention_bias" not in name
+            (matrices if is_matrix else vectors).append(parameter)
+    peak = options.lr_scale * PEAK_LR_TIMES_WIDTH / model.config.d_model
+    groups = [
+        {"params": matrices, "lr": peak, "weight_decay": options.weight_decay},
+        {
+            "params": [model.shared.weight],
+            "lr": options.lr_scale * EMBEDDING_LR,
+            "weight_decay": 0.0,
+        },
+        {"params": vectors, "lr": peak, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-6)
+
+
+def forward_logits(model: T5ForConditionalGeneration, batch: Batch, bfloat16: bool) -> Tensor:
+    """Return float32 logits ``[B, L, V]`` of the labels' positions."""
+    with torch.autocast(batch.inputs.device.type, torch.bfloat16, enabled=bfloat16):
+        decoder_inputs = model._shift_right(batch.labels)
+        logits = model(
+            input_ids=batch.inputs,
+            attention_mask=batch.mask,
+            decoder_input_ids=decoder_inputs,
+            use_cache=False,
+        ).logits
+    return logits.float()
+
+
+def batch_loss(
+    model: T5ForConditionalGeneration,
+    batch: Batch,
+    options: Options,
+    teacher: T5ForConditionalGeneration | None = None,
+) -> Tensor:
+    """Return the loss of a batch, a mean over its target tokens.
+
+    It is the cross-entropy with label smoothing; with a teacher, a part of it is the cross-entropy
+    to the teacher's law, which is KL(teacher || model) up to what does not depend on the model.
+    """
+    rows = batch.labels.flatten().ne(IGNORED)
+    logits = forward_logits(model, batch, options.bfloat16).flatten(0, 1)[rows]
+    labels = batch.labels.flatten()[rows]
+    loss = F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
+    if teacher is None:
+        return loss
+    with torch.no_grad():
+        law = forward_logits(teacher, batch, options.bfloat16).flatten(0, 1)[rows].softmax(-1)
+    weight = options.teacher_weight
+    return (1.0 - weight) * loss + weight * F.cross_entropy(logits, law)
+
+
+def average_weights(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of every entry, summed in float64 in the order given."""
+    total: dict[str, Tensor] = {}
+    number = 0
+    for state in states:
+        number += 1
+        for name, value in state.items():
+            total[name] = total[name] + value.double() if name in total else value.double()
+    if not number:
+        raise ValueError("an average needs at least one checkpoint, got none")
+    return {name: (value / number).to(torch.float32) for name, value in total.items()}
+
+
+class Checkpoints:
+    """A size's files in the work folder: one to resume from, and the weights that are averaged.
+
+    Parameters
+    ----------
+    folder : Path
+        The size's own.
+    identity : dict
+        What the training depends on; a folder of another training is refused.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, object]) -> None:
+        self.folder, self.identity = folder, identity
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def load(self, device: torch.device) -> dict | None:
+        """Return the last state, or None where there is none.
+
+        Raises
+        ------
+        ValueError
+            If it was left by a training with other options.
+        """
+        path = self.folder / "state.pt"
+        if not path.exists():
+            return None
+        state = torch.load(path, map_location=device)
+        before = state["identity"]
+        differing = [
+            f"{name} was {before.get(name)!r}, is {self.identity.get(name)!r}"
+            for name in sorted(before.keys() | self.identity.keys())
+            if before.get(name) != self.identity.get(name)
+        ]
+        if differing:
+            raise ValueError(
+                f"{path} is of another training ({'; '.join(differing)}): "
+                "give the same options to resume it, or another work folder"
+            )
+        return state
+
+    def save(self, state: dict, number: int, weights: dict[str, Tensor]) -> None:
+        """Save the state; of the last ten checkpoints also the weights, and those first.
+
+        Interrupted in between, the training comes by here again and writes the same weights.
+        """
+        if number > CHECKPOINTS - AVERAGED:
+            save_atomically(weights, self.folder / f"weights-{number:03d}.pt")
+        save_atomically({**state, "identity": self.identity}, self.folder / "state.pt")
+
+    def last_weights(self) -> list[Path]:
+        """Return the files that are averaged, the oldest first."""
+        return sorted(self.folder.glob("weights-*.pt"))
+
+
+def train(
+    name: str,
+    model: T5ForConditionalGeneration,
+    pairs: Pairs,
+    pace: Pace,
+    options: Options,
+    folder: Path,
+    device: torch.device,
+    teacher: T5ForConditionalGeneration | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Report:
+    """Train a model in place, from its last checkpoint where there is one, and average its weights.
+
+    Every step is a function of the seed and its number alone, dropout included. With a pace by
+    steps, an interrupted training therefore ends with the weights of an uninterrupted one, to the
+    bit, on the same kind of machine with the same number of threads. With a pace by the clock, the
+    learning rate depends on the clock; `Report.steps` says how many steps there were.
+
+    Parameters
+    ----------
+    name : str
+        Shown beside the progress bar.
+    model : T5ForConditionalGeneration
+        Trained in place; in evaluation mode and with averaged weights afterwards.
+    pairs : Pairs
+        The training data.
+    pace : Pace
+        When it ends. What earlier sessions used of its time is added.
+    options : Options
+        Everything else.
+    folder : Path
+        For checkpoints.
+    device : torch.device
+        Where it runs.
+    teacher : T5ForConditionalGeneration, optional
+        A trained model on the same device, in evaluation mode.
+    on_step : callable, optional
+        Called with the number of every step that is done; what it raises ends the session.
+
+    Returns
+    -------
+    Report
+        Steps, epochs, seconds, averaged checkpoints, and the training loss at the end.
+
+    Raises
+    ------
+    ValueError
+        If the folder holds the checkpoint of a training with other options.
+    """
+    batches = Batches(pairs, options.batch_tokens, options.seed)
+    identity = {
+        **asdict(options),
+        "pairs": len(pairs),
+        "target tokens": pairs.target_tokens(),
+        "shape": str(sorted(model.config.to_diff_dict().items())),
+        "steps": pace.steps,
+        "seconds": pace.seconds,
+        "teacher": teacher is not None,
+    }
+    checkpoints = Checkpoints(folder, identity)
+    optimizer = build_optimizer(model.to(device), options)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    step, loss_average = 0, math.nan
+    if (state := checkpoints.load(device)) is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, loss_average = state["step"], state["loss"]
+        pace.used += state["seconds"]
+    model.train()
+    before = pace.progress(step)
+    if state is not None and state["finished"]:
+        before = 1.0
+    with tqdm(
+        total=CHECKPOINTS, initial=CHECKPOINTS * before, desc=name, mininterval=5.0,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+    ) as bar:  # fmt: skip
+        while before < 1.0:
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * lr_factor(before, options.warmup, options.cooldown)
+            torch.manual_seed(options.seed * 1_000_003 + step)
+            loss = batch_loss(model, batch_of(pairs, batches[step], device), options, teacher)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            value = loss.item()
+            if not math.isfinite(value):
+                raise FloatingPointError(f"{name}: the loss of step {step} is {value}")
+            loss_average = value if math.isnan(loss_average) else 0.98 * loss_average + 0.02 * value
+            step += 1
+            after = pace.progress(step)
+            if int(after * CHECKPOINTS) > int(before * CHECKPOINTS):
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": step,
+                    "loss": loss_average,
+                    "seconds": pace.seconds_used(),
+                    "finished": after >= 1.0,
+                }
+                checkpoints.save(state, int(after * CHECKPOINTS), state["model"])
+            bar.update(CHECKPOINTS * (after - before))
+            bar.set_postfix_str(f"step {step}, loss {loss_average:.3f}", refresh=False)
+            before = after
+            if on_step is not None:
+                on_step(step)
+    last = checkpoints.last_weights()
+    model.load_state_dict(average_weights(torch.load(path, map_location=device) for path in last))
+    model.eval()
+    # A finished training that is run again only loads its weights: its time is that of the state.
+    seconds = state["seconds"] if state is not None else pace.seconds_used()
+    return Report(step, step / batches.per_epoch, seconds, len(last), loss_average)
