@@ -8,7 +8,10 @@ The call runs in the host stand-in (csrc/testing), at its true shapes; some bloc
 run in a model of an sm_90 multiprocessor (``gpu/model``) on the same memory, and must leave there
 what the stand-in does. Cycles and blocks, machine instructions, and bytes read each give a time;
 the longest one is the prediction of the launch. Every figure is predicted, none is measured:
-about 30 % either way, with a cold L2. Needs nvcc and ptxas, and the package built in place.
+about 30 % either way, with a cold L2. A block that begins before the launch before has ended
+(programmatic dependent launch; `head_start` says when) and waits for that end is predicted by the
+cycles from there on; the table has both figures. Needs nvcc and ptxas, and the package built in
+place.
 """
 
 from __future__ import annotations
@@ -55,7 +58,14 @@ CASE_HEADER = (
 )
 LAUNCH_HEADER = (
     *("case", "launch", "blocks", "a multiprocessor", "waves", "cycles", "of the slowest block"),
-    *("machine instructions", "MB read", "from DRAM", "bound by", "same memory"),
+    *(
+        "of them after the launch before",
+        "machine instructions",
+        "MB read",
+        "from DRAM",
+        "bound by",
+        "same memory",
+    ),
 )
 
 
@@ -84,6 +94,7 @@ def launch_rows(found: Predicted) -> list[tuple[str, ...]]:
             str(p.waves),
             f"{p.typical:,.0f}",
             f"{p.slowest:,.0f}",
+            f"{p.remaining:,.0f}",
             f"{p.instructions:,.0f}",
             f"{p.launch.read_bytes / 1e6:.1f}",
             f"{p.launch.cold_bytes / 1e6:.1f}",

@@ -587,7 +587,11 @@ def test_blocks_of_the_kernels_leave_what_the_stand_in_leaves():
 
 def launched(name: str, cycles: list[float], blocks: int, resident: int = 2, **others: Any) -> Any:
     """A launch as the recorder leaves it."""
-    runs = [SimpleNamespace(cycles=c, instructions=1000, block=k) for k, c in enumerate(cycles)]
+    hidden = others.pop("hidden", 0.0)
+    runs = [
+        SimpleNamespace(cycles=c, hidden=hidden, instructions=1000, block=k)
+        for k, c in enumerate(cycles)
+    ]
     found = {"together": False, "cold_bytes": 0.0, "read_bytes": 0.0, "comparisons": [], **others}
     found = {"chained": False, **found}
     return SimpleNamespace(
@@ -618,6 +622,38 @@ def test_a_launch_takes_what_its_tightest_bound_takes():
     assert total([few, reading]) == pytest.approx(
         few.microseconds + reading.microseconds + 2 * H200.gap
     )
+
+
+def test_what_a_chained_launch_does_before_its_wait_is_hidden():
+    wait = "\tgriddepcontrol.wait;\n"
+    program = by_hand(chain(100) + "\n" + wait + chain(50))
+    data = np.zeros(1, np.uint64)
+
+    def ran(early: float, of: Program = program) -> Any:
+        packed = of.pack([np.uint64(data.ctypes.data).tobytes()])
+        memory = GlobalMemory(ProcessMemory())
+        return Simulation(of, range(1), 1, 32, packed, memory, early=early).run().blocks[0]
+
+    alone, partly, early = ran(0.0), ran(200.0), ran(9000.0)
+    assert (alone.hidden, partly.hidden) == (0, 200)
+    assert alone.cycles == pytest.approx(partly.cycles)  # the same work, some of it earlier
+    assert 450 < early.hidden < 550 and 200 < early.cycles - early.hidden < 300
+    assert ran(9000.0, by_hand(chain(100))).hidden == 0  # nothing is waited for
+
+    before = launched("scan", [1000, 1000, 1400], 132 * 3, resident=4)
+    small = launched("decide", [500], 132, resident=4, chained=True)
+    assert launches.head_start(small, before, H200) == 1400  # a fourth block beside three
+    large = launched("decide", [500], 132, resident=2, chained=True)
+    assert launches.head_start(large, before, H200) == 400  # when blocks end
+    assert launches.head_start(launched("decide", [500], 1), before, H200) == 0
+    hidden = Prediction(launched("draw", [2000, 1000, 1000], 1, hidden=300.0), H200)
+    assert (hidden.slowest, hidden.remaining, hidden.cycles) == (2000, 1700, 1700)
+
+
+def test_an_atomic_that_releases_waits_for_stores():
+    plain = "\tatom.global.add.u32 %r1, [%rd1], 1;\n\tadd.u32 %r2, %r1, %r1;"
+    releasing = plain.replace("atom.global", "atom.acq_rel.gpu.global")
+    assert cycles(releasing) - cycles(plain) == LATENCIES.fence
 
 
 def test_budgets_of_cycles():

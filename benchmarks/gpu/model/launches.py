@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -225,6 +226,7 @@ class Launched:
     comparisons: list[Comparison] = field(default_factory=list)
     together: bool = False  # its blocks wait for each other
     chained: bool = False  # it may begin before the launch before has ended
+    early: float = 0.0  # cycles between its begin and that end
     cold_bytes: float = 0.0  # from DRAM, of all blocks
     read_bytes: float = 0.0  # from DRAM and L2, of all blocks
 
@@ -232,6 +234,24 @@ class Launched:
     def block_runs(self) -> list[Any]:
         """Every block that was run."""
         return [block for run in self.runs for block in run.blocks]
+
+
+def head_start(launch: Launched, before: Launched | None, gpu: Gpu) -> float:
+    """Predict how many cycles before the end of the launch before a chained launch begins.
+
+    Its blocks begin at once if all find room beside the blocks of that launch, each of which takes
+    its share of a multiprocessor; otherwise when those end, the middle one of them at the latest.
+    """
+    if before is None or not launch.chained:
+        return 0.0
+    cycles = [run.cycles - run.hidden for run in before.block_runs]
+    each, more = divmod(before.blocks, gpu.multiprocessors)
+
+    def room(beside: int) -> int:
+        return launch.resident * max(before.resident - beside, 0) // before.resident
+
+    places = more * room(each + 1) + (gpu.multiprocessors - more) * room(each)
+    return max(cycles) - (0.0 if places >= launch.blocks else statistics.median(cycles))
 
 
 def sample_of(meetings: Sequence[int], number: int) -> list[int]:
@@ -277,6 +297,8 @@ class Recorder:
             if moment == LAUNCH_BEGINS:
                 place += 1
                 found = launches[place]
+                before = launches[place - 1] if place > 0 else None
+                found.early = head_start(found, before, self._gpu)
                 found.together = found.program.waits
                 chosen = set() if found.together else set(sample_of(found.meetings, self._number))
                 if found.together:
@@ -333,6 +355,7 @@ class Recorder:
             memory,
             found.together,
             self._gpu,
+            found.early,
         )
         return memory, simulation.run()
 

@@ -2,7 +2,7 @@
 
 Kernels write into the copies, so a block can be run here before it runs elsewhere; what was written
 is then compared with what it left there. For each line of 128 bytes there is the time from which on
-the L2 has it, and the block that read it last.
+the L2 has it, and the blocks that have read it since it was last written.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GlobalMemory:
         self._before = np.zeros((0, CHUNK), np.uint8)
         self._written = np.zeros((0, CHUNK), bool)
         self.arrival = np.zeros(0)  # by line
-        self.owner = np.zeros(0, np.int32)  # by line
+        self._readers = np.zeros((0, 1), bool)  # by line and block: it is in that block's L1
         self.touched = np.zeros(0, bool)  # by line: read by somebody
 
     def places(self, addresses: Addresses) -> Places:
@@ -115,7 +115,8 @@ class GlobalMemory:
         self._before = np.concatenate([self._before, np.zeros((more, CHUNK), np.uint8)])
         self._written = np.concatenate([self._written, np.zeros((more, CHUNK), bool)])
         self.arrival = np.concatenate([self.arrival, np.zeros(more * LINES)])
-        self.owner = np.concatenate([self.owner, np.full(more * LINES, -1, np.int32)])
+        room = np.zeros((more * LINES, self._readers.shape[1]), bool)
+        self._readers = np.concatenate([self._readers, room])
         self.touched = np.concatenate([self.touched, np.zeros(more * LINES, bool)])
 
     def _content(self, chunk: int) -> Bytes:
@@ -140,7 +141,18 @@ class GlobalMemory:
             written[places + offset] = True
         lines = places // LINE
         self.arrival[lines] = -np.inf
-        self.owner[lines] = -1
+        self._readers[lines] = False
+
+    def is_near(self, lines: NDArray, blocks: NDArray) -> NDArray:
+        """Whether the L1 of blocks has lines."""
+        missing = int(blocks.max()) + 1 - self._readers.shape[1]
+        if missing > 0:
+            self._readers = np.pad(self._readers, ((0, 0), (0, missing)))
+        return self._readers[lines, blocks]
+
+    def come_near(self, lines: NDArray, blocks: NDArray) -> None:
+        """Put lines into the L1 of blocks that `is_near` was asked about."""
+        self._readers[lines, blocks] = True
 
     @property
     def cold_bytes(self) -> int:

@@ -54,6 +54,7 @@ class Kind(Enum):
     FENCE = auto()
     SLEEP = auto()
     COPIES = auto()  # asynchronous ones, that are grouped or waited for
+    CHAIN = auto()  # the end of the launch before is waited for
     NOTHING = auto()
 
 
@@ -685,7 +686,8 @@ class _Builder:
     def _call(self, operation: Operation) -> None:
         operation.kind = Kind.NOTHING
 
-    _griddepcontrol = _call
+    def _griddepcontrol(self, operation: Operation) -> None:
+        operation.kind = Kind.CHAIN if "wait" in self.parts else Kind.NOTHING
 
     def _membar(self, operation: Operation) -> None:
         operation.kind = Kind.FENCE
@@ -875,10 +877,12 @@ class _Builder:
         function = _ATOMICS[self.parts[-2]]
         dtype = DTYPES[self.type]
         latencies = self.program.latencies
+        releases = not {"release", "acq_rel"}.isdisjoint(self.parts)
         operation.shared_by_blocks = space in ("global", "generic")
 
         def execute(state: State, chosen: Chosen, mask: Mask, start: Any) -> int:
             latency = 0
+            before = latencies.fence if releases else 0
             for access, lanes in accesses(state, chosen, mask, space, get(state, chosen)):
                 data = access.data.view(dtype)
                 places = np.broadcast_to(access.places // dtype.itemsize, state.lane[chosen].shape)
@@ -896,7 +900,7 @@ class _Builder:
                 in_shared = access.space == "shared"
                 cycles = latencies.shared_atomic if in_shared else latencies.global_atomic
                 latency = max(latency, cycles)
-            return latency
+            return before + latency
 
         operation.execute = execute
 
@@ -991,12 +995,12 @@ class Access:
         start = np.asarray(start, np.float64).reshape(-1, 1)
         # Blocks are not run in the order of their clocks: whoever asks first has it fetched.
         arrival = np.minimum(memory.arrival[lines], start + latencies.dram)
-        near = (memory.owner[lines] == block) & (not fresh)
+        near = memory.is_near(lines, block) & (not fresh)
         done = np.maximum(start + np.where(near, latencies.l1, latencies.l2), arrival)
         memory.arrival[lines] = arrival
         memory.touched[lines] = True
         if not fresh:
-            memory.owner[lines] = block
+            memory.come_near(lines, block)
         return done.max(axis=1) - start[:, 0]
 
     def stored(self, state: State, places: Places, size: int) -> None:

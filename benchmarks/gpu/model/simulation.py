@@ -40,7 +40,8 @@ class BlockRun:
     """What a block took."""
 
     block: int
-    cycles: float
+    cycles: float  # that it takes, waiting for the launch before left out
+    hidden: float  # of them: the launch before was still running
     instructions: int  # of the machine, by all warps
     path: dict[int, float]  # cycles of the critical path by place in the code
 
@@ -76,6 +77,10 @@ class Simulation:
         What the blocks share; it is written to.
     together : bool
         Whether the blocks may wait for each other.
+    gpu : Gpu
+        Tells how long a nanosecond is.
+    early : float
+        How many cycles after its begin a block learns that the launch before has ended.
     """
 
     def __init__(
@@ -88,12 +93,14 @@ class Simulation:
         memory: GlobalMemory,
         together: bool = False,
         gpu: Gpu = H200,
+        early: float = 0.0,
     ) -> None:
         self.program = program
         self.operations = program.operations
         self.latencies = program.latencies
         self.gigahertz = gpu.gigahertz
         self.together = together
+        self.early = early
         self.blocks = list(blocks)
         self.state = State(program, blocks, threads, parameters, grid, memory)
         warps = self.state.warps
@@ -102,6 +109,8 @@ class Simulation:
         self.ready = np.zeros((len(program.types), warps))
         self.issued = np.zeros(warps, np.int64)
         self.alive = np.ones((warps, LANES), bool)
+        self.waited = np.zeros(warps, bool)  # for the launch before
+        self.reached = np.zeros(len(blocks))  # when a block's last warp came to that
         self.spent = np.zeros((warps, len(self.operations)), np.float32)  # since the last barrier
         self.paths: list[Counter[int]] = [Counter() for _ in blocks]
         self.opcodes: Counter[str] = Counter()
@@ -127,8 +136,16 @@ class Simulation:
             raise RuntimeError(self._stuck())
         ends = self.clock.reshape(len(self.blocks), self.per_block).max(1)
         issued = self.issued.reshape(len(self.blocks), self.per_block).sum(1)
+        hidden = np.minimum(self.reached, self.early)
+        waited = np.where(self.reached > 0, self.early - hidden, 0)
         runs = [
-            BlockRun(block, float(ends[k]), int(issued[k]), dict(self.paths[k]))
+            BlockRun(
+                block,
+                float(ends[k] - waited[k]),
+                float(hidden[k]),
+                int(issued[k]),
+                dict(self.paths[k]),
+            )
             for k, block in enumerate(self.blocks)
         ]
         return LaunchRun(self.program, runs, self.opcodes)
@@ -253,6 +270,8 @@ class Simulation:
                 assert operation.execute is not None
                 operation.execute(self.state, chosen, group.mask)
                 self._finish(operation, chosen, start, operation.latency)
+            elif kind is Kind.CHAIN:
+                self._wait_for_launch_before(chosen)
             elif kind is Kind.FENCE:
                 self._pause(place, chosen, self.latencies.fence)
             elif kind is Kind.COPIES:
@@ -290,6 +309,13 @@ class Simulation:
     def _pause(self, place: int, chosen: Chosen, cycles: Any) -> None:
         self.clock[chosen] += cycles
         self.spent[chosen, place] += cycles
+
+    def _wait_for_launch_before(self, chosen: Chosen) -> None:
+        """Let warps go on when it has ended; that takes no cycles of theirs."""
+        clock, first = self.clock[chosen], ~self.waited[chosen]
+        np.maximum.at(self.reached, self.state.block[chosen][first], clock[first])
+        self.waited[chosen] = True
+        self.clock[chosen] = np.maximum(clock, self.early)
 
     def _branch(
         self, place: int, operation: Operation, group: Group, chosen: Chosen
