@@ -287,7 +287,9 @@ def draw_tokens(
             ranks.share(tiles, masses)
         launch(sum_draws, grid, *sources, masses, sums, *passes, **tile)
         if ranks is not None:
-            law_sums = torch.empty_like(sums)  # without residuals: for those that come out as 0
+            # Without residuals, for requests whose residual weights all come out as 0: that shows
+            # only in the sums of all ranks, and to ask then would take the host or an exchange more.
+            law_sums = torch.empty_like(sums)
             nothing = torch.zeros_like(masses)
             launch(sum_draws, grid, *sources, nothing, law_sums, *passes, **tile)
             ranks.share(tiles, sums, law_sums)

@@ -144,7 +144,7 @@ class SeveralDrafters:
         self._shares = {}
 
     def observe(self, tokens: Tensor, gained: Counts) -> None:
-        """Pass on tokens that were emitted in rounds of drafters outside the stack."""
+        """Pass on tokens that were emitted in rounds of drafters that are none of these."""
         for drafter in self.drafters:
             drafter.observe(tokens, gained)
 
