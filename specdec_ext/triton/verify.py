@@ -287,8 +287,8 @@ def draw_tokens(
             ranks.share(tiles, masses)
         launch(sum_draws, grid, *sources, masses, sums, *passes, **tile)
         if ranks is not None:
-            # Without residuals, for requests whose residual weights all come out as 0: that shows
-            # only in the sums of all ranks, and to ask then would take the host or an exchange more.
+            # Without residuals, for requests whose residual weights all come out as 0: it shows
+            # only in the sums of all ranks; to ask then would take the host or one exchange more.
             law_sums = torch.empty_like(sums)
             nothing = torch.zeros_like(masses)
             launch(sum_draws, grid, *sources, nothing, law_sums, *passes, **tile)
