@@ -244,11 +244,17 @@ SPECDEC_HD void write_accepted(const VerifyParams& p, const Request& r, int64_t 
   if (!r.has_target_law) tokens[r.accepted] = 0;
 }
 
+SPECDEC_HD void write_extra_token(const VerifyParams& p, int64_t b, int64_t accepted, int64_t token,
+                                  double log_probability) {
+  const int64_t place = b * (p.gamma + 1) + accepted;
+  p.tokens[place] = token;
+  p.logprobs[place] = static_cast<float>(log_probability);
+}
+
 SPECDEC_HD void write_extra_token(const VerifyParams& p, int64_t b, int64_t accepted,
                                   const DrawTask& draw) {
-  const int64_t place = b * (p.gamma + 1) + accepted;
-  p.tokens[place] = draw.token;
-  p.logprobs[place] = target_log_probability({draw.target, draw.target_law}, draw.token);
+  write_extra_token(p, b, accepted, draw.token,
+                    target_log_probability({draw.target, draw.target_law}, draw.token));
 }
 
 }  // namespace SPECDEC_CPU_ISA

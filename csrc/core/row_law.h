@@ -82,9 +82,15 @@ SPECDEC_HD double law_probability(const RowLaw& law, float value, int64_t token)
   return p < 1.0 ? p : 1.0;
 }
 
+// `log_z`: log(law.z), which whoever asks often has once.
+SPECDEC_HD double law_log_probability(const RowLaw& law, float value, double log_z) {
+  if (law.point_mass) return 0.0;
+  return law.scale * (static_cast<double>(value) - law.max) - log_z;
+}
+
 SPECDEC_HD double law_log_probability(const RowLaw& law, float value) {
   if (law.point_mass) return 0.0;
-  return law.scale * (static_cast<double>(value) - law.max) - log(law.z);
+  return law_log_probability(law, value, log(law.z));
 }
 
 // Smallest float that is >= x. Rounding a threshold to nearest could let in what lies below it.

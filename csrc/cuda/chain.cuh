@@ -4,7 +4,7 @@
 
 #include "../core/chain.h"
 #include "block.cuh"
-#include "draw.cuh"
+#include "draw_parts.cuh"
 #include "law_pass.cuh"
 #include "race.cuh"
 #include "shared.cuh"
@@ -52,7 +52,7 @@ struct Scratch {
   Decision* decisions = nullptr;     // [B]
   NodeState* nodes = nullptr;        // [B, gamma + 1], block rule
   double* masses = nullptr;          // [B, sums, tiles]
-  uint64_t* tile_sums = nullptr;     // [B, tiles]
+  uint64_t* part_sums = nullptr;     // [B, tiles, kWarps]
   uint32_t* counters = nullptr;      // [B, rows], all 0 after scan_laws
   WorkQueue queue;                   // of residual masses, empty after scan_laws
 };

@@ -49,8 +49,9 @@ class TileWeights {
     if (has_draft_) load_tile<kLayout, kElements, kMapped>(task_->draft, tile, &raw->draft);
   }
 
-  // The weights of a loaded tile. Calls then() when `raw` is not needed any more.
-  template <Layout kLayout, typename Then>
+  // The weights of a loaded tile. Calls then() when `raw` is not needed any more. kApart: each step
+  // for all entries before the next one, for more registers.
+  template <Layout kLayout, bool kApart = false, typename Then>
   __device__ __forceinline__ void weigh(int64_t tile, const RawTiles& raw, float* w,
                                         const Then& then) const {
     float q[kPerThread];
@@ -61,19 +62,13 @@ class TileWeights {
       exclude<kLayout>(task_->target, tile, task_->excluded, w);
       if (kTree) exclude_all<kLayout>(task_->target, tile, task_->tried, w);
     }
-    if (!kTree || !task_->target_law.linear) {
-#pragma unroll
-      for (int j = 0; j < kPerThread; ++j) w[j] = target_weight_(w[j]);
-    }
+    if (!kTree || !task_->target_law.linear) weigh_logits<kApart>(target_weight_, w);
     if (!residual_) return;
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale_, w[j]);
     if (!has_draft_) return;
     if (kTree) exclude_all<kLayout>(task_->draft, tile, task_->no_draft, q);
-    if (!task_->draft_law.linear) {
-#pragma unroll
-      for (int j = 0; j < kPerThread; ++j) q[j] = draft_weight_(q[j]);
-    }
+    if (!task_->draft_law.linear) weigh_logits<kApart>(draft_weight_, q);
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j] - multiply(draft_scale_, q[j]), 0.0f);
   }
@@ -97,6 +92,24 @@ class TileWeights {
   }
 
  private:
+  template <bool kApart>
+  __device__ __forceinline__ static void weigh_logits(const ExpWeight& weight, float* x) {
+    if constexpr (kApart) {
+      float log2_weights[kPerThread];
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) log2_weights[j] = x[j] - weight.reference;
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) log2_weights[j] *= weight.scale;
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) log2_weights[j] = exp2_weight(log2_weights[j]);
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) x[j] = x[j] < weight.threshold ? 0.0f : log2_weights[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) x[j] = weight(x[j]);
+    }
+  }
+
   const DrawTask* task_;
   bool residual_;
   bool has_draft_;
@@ -160,7 +173,17 @@ struct DrawWeights : TileWeights<kElements, kTree> {
       : TileWeights<kElements, kTree>(task, residual),
         unit(residual ? residual_unit(mass) : static_cast<float>(kLawUnit)) {}
 
+  // kApart: as in `weigh`.
+  template <bool kApart = false>
   __device__ __forceinline__ uint64_t sum(const float* w) const {
+    if constexpr (kApart) {
+      uint64_t fixed[kPerThread];
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) fixed[j] = fixed_weight(w[j], unit);
+#pragma unroll
+      for (int j = 2; j < kPerThread; ++j) fixed[j % 2] += fixed[j];
+      return fixed[0] + fixed[1];
+    }
     uint64_t sum = 0;
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) sum += fixed_weight(w[j], unit);

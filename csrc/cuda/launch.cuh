@@ -126,6 +126,21 @@ __device__ __forceinline__ void begin_kernel() {
   wait_for_launch_before();
 }
 
+// Adds to a counter of the launch's blocks; gives its old value. What this thread has written or
+// seen written before is seen by whoever adds later, and by whoever meets that one at a barrier.
+__device__ __forceinline__ uint32_t add_in_order(uint32_t* counter, uint32_t value) {
+#ifdef __CUDA_ARCH__
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(counter), "r"(value)
+               : "memory");
+  return old;
+#else
+  return atomicAdd(counter, value);
+#endif
+}
+
 // Asks for the line at an address, to be read soon.
 __device__ __forceinline__ void prefetch_line(const char* address) {
 #ifdef __CUDA_ARCH__

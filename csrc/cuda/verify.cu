@@ -127,9 +127,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   copy_by_block(request.data(), s.decisions[b].request);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
-  const bool last = draw<kElements>(&task, task.mass, s.tile_sums + b * s.tiles, s.counters + b,
-                                    unit.split, splits);
-  if (last && threadIdx.x == 0) write_extra_token(p, b, request[0].accepted, task);
+  uint64_t* sums = s.part_sums + b * s.tiles * kWarps;
+  if constexpr (are_plain(kElements)) {
+    Drawn drawn;
+    double log_z = 0.0;
+    if (draw_by_parts<kElements>(task, sums, s.counters + b, unit.split, splits, &drawn, &log_z)) {
+      write_extra_token(p, b, request[0].accepted, drawn.token,
+                        law_log_probability(task.target_law, drawn.logit, log_z));
+    }
+  } else {
+    const bool last = draw<kElements>(&task, task.mass, sums, s.counters + b, unit.split, splits);
+    if (last && threadIdx.x == 0) write_extra_token(p, b, request[0].accepted, task);
+  }
 }
 
 // ---- raw logprobs ---
@@ -195,7 +204,8 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto decisions = workspace->reserve<Decision>(p.batch);
   const auto nodes = workspace->reserve<NodeState>(block_rule ? p.batch * (p.gamma + 1) : 0);
   const auto masses = workspace->reserve<double>(p.batch * s.queue.sums * s.tiles);
-  const auto tile_sums = workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles);
+  const auto part_sums =
+      workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles * kWarps);
   const auto counters = workspace->reserve<uint32_t>(rows);
   const auto queue = reserve_queue(workspace, s.queue);
   workspace->allocate(gpu);
@@ -207,7 +217,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.decisions = workspace->at(decisions);
   s.nodes = workspace->at(nodes);
   s.masses = workspace->at(masses);
-  s.tile_sums = workspace->at(tile_sums);
+  s.part_sums = workspace->at(part_sums);
   s.counters = workspace->at(counters);
   place_queue(*workspace, queue, &s.queue);
   return s;
