@@ -60,6 +60,18 @@ SPECDEC_HD ExtraTask extra_task(const VerifyParams& p, const Request& r, int64_t
   return {};
 }
 
+// The test of the rules that take a coin, coin() gives it, and of any rule at T = 0.
+template <typename CoinOf>
+SPECDEC_HD Verdict coin_test(const VerifyParams& p, const Request& r, float logit,
+                             const RowLaw& target, const NodeFacts& facts, const CoinOf& coin) {
+  if (r.greedy && p.rule == Rule::kLenient) {
+    return certain(accepts_lenient_greedy(logit, target.max, p.relaxed.lenience));
+  }
+  if (r.greedy) return certain(facts.p > 0.0);
+  const double q = p.rule == Rule::kLenient ? p.relaxed.lenience * facts.q : facts.q;
+  return {accepts_token(coin(), facts.p, q), token_accept_probability(facts.p, q)};
+}
+
 // `extra` is what extra_task asked for.
 SPECDEC_HD Verdict accept_test(const VerifyParams& p, const Request& r, int64_t i, float logit,
                                const LawRow& target, const NodeFacts& facts, double extra) {
@@ -67,18 +79,13 @@ SPECDEC_HD Verdict accept_test(const VerifyParams& p, const Request& r, int64_t 
     return certain(accepts_top_beta(static_cast<int64_t>(extra), logit, target.law.max,
                                     p.relaxed.beta, p.relaxed.tau));
   }
-  if (r.greedy && p.rule == Rule::kLenient) {
-    return certain(accepts_lenient_greedy(logit, target.law.max, p.relaxed.lenience));
-  }
-  if (r.greedy) return certain(facts.p > 0.0);
-  if (runs_races(p.rule)) {
+  if (runs_races(p.rule) && !r.greedy) {
     return certain(load_id(p.draft_tokens, r.b, i) == facts.winner);
   }
-  if (p.rule == Rule::kTypical) {
+  if (p.rule == Rule::kTypical && !r.greedy) {
     return certain(accepts_typical(facts.p, extra, p.relaxed.epsilon, p.relaxed.delta));
   }
-  const double q = p.rule == Rule::kLenient ? p.relaxed.lenience * facts.q : facts.q;
-  return {accepts_token(uniform_at(p, r.b, i), facts.p, q), token_accept_probability(facts.p, q)};
+  return coin_test(p, r, logit, target.law, facts, [&] { return uniform_at(p, r.b, i); });
 }
 
 SPECDEC_HD NodeFacts node_facts(const VerifyParams& p, const Request& r, int64_t i,
@@ -194,10 +201,15 @@ SPECDEC_HD double block_acceptance(double inflow, bool sampled, double mass, dou
       .inflow;
 }
 
-// Whether the coin of node i > 0 accepts; the deepest node that accepts wins.
+// Whether the coin of node i > 0 accepts; the deepest node that accepts wins. At T = 0 there are no
+// coins.
+SPECDEC_HD bool block_accepts(const Request& r, double coin, double acceptance) {
+  return (r.greedy ? 0.0 : coin) < acceptance;
+}
+
 SPECDEC_HD bool block_accepts(const VerifyParams& p, const Request& r, int64_t i,
                               double acceptance) {
-  return (r.greedy ? 0.0 : uniform_at(p, r.b, i - 1)) < acceptance;
+  return block_accepts(r, r.greedy ? 0.0 : uniform_at(p, r.b, i - 1), acceptance);
 }
 
 }  // namespace SPECDEC_CPU_ISA

@@ -149,16 +149,13 @@ __device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, i
 
 // ---- laws of one request ---
 
-// The law of a row without finish_laws; where a residual's mass comes from the scan's sums
-// (no sums in the queue), `extra` is the sum of all tiles but the draft token's. Collective over a
+// The law of a row without finish_laws, and what its rule wants from it besides. Collective over a
 // full warp.
 __device__ RowLaw combine_row(const VerifyParams& p, const Scratch& s, const Request& r,
                               int64_t slot, double* extra) {
   const RowTask task = row_task(p, r, slot);
-  const bool has_residual = s.queue.sums == 0 && reads_draft_law(p.rule) && slot < r.drafted;
-  const int64_t without = has_residual ? load_id(p.draft_tokens, r.b, slot) / kTile : -1;
   return combine_tiles(task.row, task.filters, false, task.extra,
-                       s.summaries + (r.b * s.rows + slot) * s.tiles, extra, without);
+                       s.summaries + (r.b * s.rows + slot) * s.tiles, extra);
 }
 
 // The laws of a request's rows, unless finish_laws has found them; a warp a row.

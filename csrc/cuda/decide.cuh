@@ -8,8 +8,7 @@
 // residual that the last token is drawn from is asked for its mass too, where it is not known yet.
 //
 // Reads 32 bytes a tile and row; both rows of each residual once, in pieces that any blocks take.
-// Of a law without a filter less one token, which is what a deterministic token leaves, the scan's
-// sums tell the mass, but for one tile: no piece is asked for.
+// Deterministic drafts and laws without a filter have a kernel of their own (decide_alone.cuh).
 #pragma once
 
 #include "chain.cuh"
@@ -223,41 +222,14 @@ __device__ bool lacks_mass(const DrawTask& task) {
   return needs_draw(task) && task.residual && task.mass < 0.0;
 }
 
-// The mass of a law without a filter less one token: `others` is the sum of all tiles but the
-// token's. Collective over the block.
-template <Elements kElements>
-__device__ double mass_of_others(const DrawTask& task, double others) {
-  __shared__ double beside;  // the token, in its tile
-  const int64_t n = num_tiles(task.target.vocab);
-  const int64_t tile = task.excluded / kTile;
-  if (tile < n) residual_mass_tiles<kElements>(task, tile, tile + 1, &beside);
-  return task.coefficients.target / task.target_law.z * others + (tile < n ? beside : 0.0);
-}
-
-// Asks for the tiles that mass_of_others may read, a warp a token.
-__device__ void prefetch_tiles_of_tokens(const VerifyParams& p, const Request& r) {
-  constexpr int32_t kLines = kTile * 4 / 128 / kWarp + 1;  // of a lane
-  for (int64_t i = threadIdx.x / kWarp; i < r.drafted; i += kWarps) {
-    const int64_t tile = load_id(p.draft_tokens, r.b, i) / kTile;
-    prefetch_tiles(target_row(p, r.b, i), {tile, tile + 1}, threadIdx.x % kWarp, kWarp, kLines);
-  }
-}
-
 // ---- the end of a decision ---
 
-// Writes the outputs that are known, and finds or asks for the final residual's mass. `d` is shared
-// and complete. Collective over the block.
-template <Elements kElements>
+// Writes the outputs that are known, and asks for the final residual's mass. `d` is shared and
+// complete. Collective over the block.
 __device__ __attribute__((noinline)) void close_decision(const VerifyParams& p, const Scratch& s,
                                                          Decision* d) {
   Request& r = d->request;
   write_accepted(p, r, threadIdx.x, kThreads);
-  if (s.queue.sums == 0 && lacks_mass(r.draw)) {
-    const double others = s.extras[r.b * s.rows + r.accepted];
-    const double mass = mass_of_others<kElements>(r.draw, others);
-    __syncthreads();  // all have asked whether it is missing
-    if (threadIdx.x == 0) r.draw.mass = mass;
-  }
   if (threadIdx.x == 0 && knows_token(&r.draw)) write_extra_token(p, r.b, r.accepted, r.draw);
   copy_by_block(&s.decisions[r.b], *d);
   if (threadIdx.x != 0) return;
@@ -275,7 +247,6 @@ __device__ __attribute__((noinline)) bool open_chain(const VerifyParams& p, cons
   __shared__ NodeFacts facts[kNodesAtOnce];
   open_in_block(p, b, &d->request);
   clear_outputs(p, b, threadIdx.x, kThreads);
-  if (s.queue.sums == 0 && reads_draft_law(p.rule)) prefetch_tiles_of_tokens(p, d->request);
   wait_for_launch_before();
   find_laws(p, s, d->request);
   __syncthreads();  // before accept_probs are written
@@ -329,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   }
   while (ticket.given) {
     if (do_work<kElements>(p, s, ticket, decision.data())) {
-      close_decision<kElements>(p, s, decision.data());
+      close_decision(p, s, decision.data());
     }
     if (s.queue.sums == 0) return;  // a block a request
     ticket = take_ticket(s.queue);

@@ -5,7 +5,7 @@
 //   finish   (filters) a block a row: cutoffs; the rows' laws
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
 //   decide   a block a request, and blocks that add up the residual masses it asks for
-//            (decide.cuh)
+//            (decide.cuh); a block a request alone where none is asked for (decide_alone.cuh)
 //   draw     (but for the coupled rule) integer sums of the final law, tile by tile; a request's
 //            last block searches
 // so 3 for any rule without filters, and 4 with them. raw_logprobs adds 2, a reduced draft
@@ -19,7 +19,7 @@
 // for the decision would leave the chip idle. Writes O(rows x tiles). Numerics: core/; float sums
 // in fixed tiles combined in tile order, so that neither splits nor the batch change a bit.
 #include "cutoff.cuh"
-#include "decide.cuh"
+#include "decide_alone.cuh"
 #include "kernels.h"
 #if SPECDEC_LISTS
 #include "token_lists.cuh"
@@ -204,8 +204,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto decisions = workspace->reserve<Decision>(p.batch);
   const auto nodes = workspace->reserve<NodeState>(block_rule ? p.batch * (p.gamma + 1) : 0);
   const auto masses = workspace->reserve<double>(p.batch * s.queue.sums * s.tiles);
-  const auto part_sums =
-      workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles * kWarps);
+  const auto part_sums = workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles * kWarps);
   const auto counters = workspace->reserve<uint32_t>(rows);
   const auto queue = reserve_queue(workspace, s.queue);
   workspace->allocate(gpu);
@@ -235,6 +234,7 @@ int64_t deciding_blocks(const Gpu& gpu, const Scratch& s) {
 constexpr auto kScanMasked = scan_laws < true, kLists ? Elements::kListed : Elements::kAny > ;
 const auto kScan = by_elements([](auto e) { return scan_laws<false, decltype(e)::value>; });
 const auto kDecide = by_elements([](auto e) { return decide<decltype(e)::value>; });
+const auto kDecideAlone = by_elements([](auto e) { return decide_alone<decltype(e)::value>; });
 const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value>; });
 
 // Launches kernel(p, s, splits) over units x splits blocks, a row's tiles shared out among as many
@@ -274,7 +274,8 @@ void run(const VerifyParams& given, const Gpu& gpu) {
            s);
   }
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, p, s);
-  launch(gpu, "decide", kDecide[elements_of_laws(p)], deciding_blocks(gpu, s), p, s);
+  const auto& deciding = decides_alone(p, s) ? kDecideAlone : kDecide;
+  launch(gpu, "decide", deciding[elements_of_laws(p)], deciding_blocks(gpu, s), p, s);
   if (!s.races) launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, p, s);
   if (p.raw_logprobs) {
     launch_split(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>, nodes, p, s);
@@ -283,8 +284,8 @@ void run(const VerifyParams& given, const Gpu& gpu) {
 }
 
 void load_all(const Loading& load) {
-  load(kScan, kScanMasked, finish_laws<false>, finish_laws<true>, race_rows, kDecide, kDraw,
-       scan_raw<false>, scan_raw<true>, write_raw_logprobs);
+  load(kScan, kScanMasked, finish_laws<false>, finish_laws<true>, race_rows, kDecide, kDecideAlone,
+       kDraw, scan_raw<false>, scan_raw<true>, write_raw_logprobs);
 }
 
 }  // namespace

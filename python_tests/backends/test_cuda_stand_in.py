@@ -16,7 +16,7 @@ from test_memory import FAR, FENCED
 
 from specdec_ext._fake import FAKES
 from specdec_ext.contract import CHAIN_RULES as RULES
-from specdec_ext.contract import TREE_RULES, VerifyTreeResult, rule_names
+from specdec_ext.contract import TREE_RULES, VerifyResult, VerifyTreeResult, rule_names
 from specdec_ext.testing import assert_trees_match, make_case, make_tree_case
 
 WARP = 32
@@ -597,6 +597,33 @@ def test_tiles_in_token_order(threads, tail, dtype):
         got = operators.acceptance(target[:, 0], draft[:, 0], draft_token_ids=ids, **first)
         expected = operators.acceptance(target[:, 0], straight[:, 0], **first)
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+@threads_of_a_block
+@pytest.mark.parametrize("rule", ["block", "token", "lenient"])
+@pytest.mark.parametrize("gamma", [31, 32, 70])
+def test_deterministic_drafts_longer_than_a_look(threads, rule, gamma):
+    # 32 nodes are looked at together: drafts end before and behind a border, or are accepted whole.
+    options = dict(draft="none", filters=False, masks=False, ragged=False, greedy_rows=False)
+    case = make_case(
+        5, batch=6, gamma=gamma, vocab=1100, rule=rule, full_accept_probs=True, **options
+    )
+    target = case.inputs["target_logits"].mul_(0.1)
+    tokens = target[:, :gamma].argmax(2)
+    target[:, :gamma].scatter_(2, tokens[..., None], 12.0)  # p is about 0.99
+    case.inputs["uniforms"][:, :gamma] = 1e-4
+    ends = [gamma, gamma - 1, 0, 30, 15, gamma // 2]
+    for b, end in enumerate(ends[1:], 1):
+        target[b, end, tokens[b, end]] = -60.0
+    case = case.replace(draft_tokens=tokens, temperature=torch.ones(6))
+    expected = case.run(torch.ops.specdec.verify)
+    assert expected.num_accepted.tolist() == ends
+    result = VerifyResult(*fibres.operators(threads).verify(**case.inputs))
+    for name in ("tokens", "num_accepted", "status"):
+        assert torch.equal(getattr(result, name), getattr(expected, name))
+    for name in ("logprobs", "accept_probs"):
+        got, wanted = getattr(result, name), getattr(expected, name)
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 def test_races_do_not_depend_on_who_takes_which_tiles():
