@@ -109,16 +109,73 @@ __device__ __forceinline__ void open_nodes(const VerifyParams& p, const Request&
 
 // ---- what the scan has found ---
 
+// combine_tiles of logits without a filter; `others` is what all tokens but the draft's weigh,
+// whose tile is `without` (-1: none) and, without it, `beside`. What takes no tile comes first,
+// then a lane's tiles two by two, because each of them takes its time to come. By a full warp.
+__device__ __forceinline__ RowLaw combine_lone(const Row& row, const Filters& filters,
+                                               const TileSummary* tiles, int32_t without,
+                                               const TileSummary& beside, double* others) {
+  RowLaw law;
+  if (row.data == nullptr) return law;
+  const double scale = 1.0 / filters.temperature;
+  const float log2_of = log2_scale(scale);
+  const int32_t n = static_cast<int32_t>(num_tiles(row.vocab));
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % kWarp);
+  const auto each_two = [&](const auto& take) {
+    for (int32_t t = lane; t < n; t += 2 * kWarp) {
+      take(t, tiles[t], tiles[t + kWarp < n ? t + kWarp : t], t + kWarp < n);
+    }
+  };
+  uint32_t valid = 1;
+  float max = -INFINITY;
+  each_two([&](int32_t, const TileSummary& a, const TileSummary& b, bool) {
+    valid &= a.valid & b.valid;
+    max = fmaxf(max, fmaxf(a.max, b.max));
+  });
+  law.max = warp_max_by_key(max);
+  law.valid = __all_sync(kAllLanes, valid) && law.max > -INFINITY;
+  law.point_mass = law.valid && is_greedy(filters);
+  if (!law.valid) return law;
+  if (law.point_mass) {
+    law.argmax = first_maximum(tiles, n, law.max);
+    law.cutoff = law.max;
+    law.scale = INFINITY;
+    law.z = 1.0;
+    return law;
+  }
+  law.scale = scale;
+  const auto mass = [&](const TileSummary& tile) {
+    const double weight = exp2_weight((tile.max - law.max) * log2_of);
+    return tile.sum > 0.0 ? weight * tile.sum : 0.0;
+  };
+  double z = 0.0, rest = 0.0;
+  each_two([&](int32_t t, const TileSummary& a, const TileSummary& b, bool two) {
+    const double of_a = mass(a), of_b = two ? mass(b) : 0.0;
+    z = z + of_a + of_b;
+    rest = rest + (t != without ? of_a : 0.0) + (t + kWarp != without ? of_b : 0.0);
+  });
+  if (lane == 0) rest += mass(beside);
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    const double other_z = __shfl_xor_sync(kAllLanes, z, lanes);
+    const double other_rest = __shfl_xor_sync(kAllLanes, rest, lanes);
+    z += other_z;
+    rest += other_rest;
+  }
+  law.z = z;
+  law.valid = z > 0.0;
+  *others = rest;
+  return law;
+}
+
 // By a full warp.
 __device__ __forceinline__ void find_law(const VerifyParams& p, const Scratch& s, const Request& r,
                                          int64_t i, const TileSummary& beside, LoneNode* node) {
   double others = 0.0;
-  const RowLaw law = combine_tiles(node->target.row, r.target_filters, false, ExtraTask{},
-                                   s.summaries + (r.b * s.rows + i) * s.tiles, &others,
-                                   node->known ? node->token / kTile : -1);
-  if (beside.sum > 0.0) {  // its tile without the token
-    others += exp2_weight((beside.max - law.max) * log2_scale(law.scale)) * beside.sum;
-  }
+  const int32_t without = node->known ? static_cast<int32_t>(node->token / kTile) : -1;
+  const RowLaw law =
+      combine_lone(node->target.row, r.target_filters, s.summaries + (r.b * s.rows + i) * s.tiles,
+                   without, beside, &others);
   NodeFacts facts{
       i >= r.drafted || !law.valid, node->usable, false, 0.0, 1.0, NAN, {false, 0.0}, -1};
   if (!facts.ends && node->known) {
@@ -196,15 +253,26 @@ __device__ __forceinline__ void pass_lone_nodes(const VerifyParams& p, Request* 
 // The block rule's way through nodes [base, base + kNodesAtOnce), by every warp for itself.
 __device__ __forceinline__ void flow_through_lone(const VerifyParams& p, Request* r, int64_t base,
                                                   LoneNodes* nodes, Descent* d) {
+  constexpr int kApart = 8;  // tokens whose probabilities are fetched side by side
   const int lane = static_cast<int>(threadIdx.x % kWarp);
-  double mine = 0.0;  // the inflow of the lane's node
-  int leaf = 0;
-  for (; leaf < kNodesAtOnce; ++leaf) {
-    const LoneNode& node = (*nodes)[leaf];
-    if (lane == leaf) mine = d->inflow;
-    if (node.ends || !node.usable || d->inflow == 0.0) break;
-    d->inflow = child_inflow(node_with(d->inflow), node.p, 1.0, 1.0, false);
+  const bool there = base + lane <= r->drafted;
+  const double p_of_lane = there ? (*nodes)[lane].p : 0.0;
+  const bool over = !there || (*nodes)[lane].ends || !(*nodes)[lane].usable;
+  const int end = lowest_lane(__ballot_sync(kAllLanes, over));
+  double mine = d->inflow;  // the inflow of the lane's node
+  for (int first = 0; first < end; first += kApart) {
+    double p_of[kApart];
+#pragma unroll
+    for (int k = 0; k < kApart; ++k) p_of[k] = __shfl_sync(kAllLanes, p_of_lane, first + k);
+#pragma unroll
+    for (int k = 0; k < kApart; ++k) {
+      const double next = child_inflow(node_with(d->inflow), p_of[k], 1.0, 1.0, false);
+      d->inflow = first + k < end ? next : d->inflow;
+      mine = lane > first + k ? d->inflow : mine;
+    }
   }
+  const int dry = lowest_lane(__ballot_sync(kAllLanes, mine == 0.0 && lane <= end));
+  const int leaf = dry < end ? dry : end;
   const LoneNode& node = (*nodes)[lane];
   const int64_t i = base + lane;
   bool accepts = i == 0;
@@ -228,18 +296,37 @@ __device__ __forceinline__ void flow_through_lone(const VerifyParams& p, Request
       if (!last.ends && !last.usable && d->inflow != 0.0) r->status |= kNoDraftLaw;
     }
   }
-  report_log_probabilities(p, *r, base, leaf, nodes);
+  // If it goes on behind these nodes, one of them may be the winner all the same: end_flow.
+  report_log_probabilities(p, *r, base, d->goes_on ? leaf : winner, nodes);
 }
 
-// Once the leaf is known: takes back what nodes after the winner have reported. Collective over the
-// block.
+// Once the leaf is known: where the inflow has run dry nothing is accepted, and what nodes after
+// the winner have reported is taken back. Collective over the block.
 __device__ __forceinline__ void end_flow(const VerifyParams& p, const Request& r,
                                          const Descent& d) {
-  __syncthreads();
+  if (d.leaf >= kNodesAtOnce) __syncthreads();  // only then there are such reports
   for (int64_t i = threadIdx.x; i < r.drafted; i += kThreads) {
-    if (i >= d.accepted && i < d.leaf) p.logprobs[r.b * (p.gamma + 1) + i] = NAN;
+    const bool taken_back = i >= d.accepted && i < d.leaf;
+    if (taken_back && d.leaf >= kNodesAtOnce) p.logprobs[r.b * (p.gamma + 1) + i] = NAN;
     if (i >= d.leaf && d.inflow == 0.0) p.accept_probs[r.b * p.gamma + i] = 0.0f;
   }
+}
+
+// The rest of a decision, by the clerk's warp alone: nobody waits for those who still report.
+__device__ __forceinline__ void close_lone(const VerifyParams& p, const Scratch& s, Decision* d) {
+  constexpr int kWords = static_cast<int>(sizeof(Decision) / sizeof(uint64_t));
+  static_assert(sizeof(Decision) % sizeof(uint64_t) == 0, "words");
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  __syncwarp();  // the clerk has written
+  const Request& r = d->request;
+  const auto* from = reinterpret_cast<const uint64_t*>(d);
+  auto* to = reinterpret_cast<uint64_t*>(&s.decisions[r.b]);
+#pragma unroll
+  for (int i = lane; i < kWords; i += kWarp) to[i] = from[i];
+  write_accepted(p, r, lane, kWarp);
+  if (lane != 0) return;
+  DrawTask task = r.draw;
+  if (knows_token(&task)) write_extra_token(p, r.b, r.accepted, task);
 }
 
 // Asks for the tiles that sum_besides reads, a warp a token.
@@ -279,9 +366,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     if (d.goes_on) __syncthreads();  // the nodes are overwritten
   }
   if (p.rule == Rule::kBlock) end_flow(p, r, d);
-  copy_by_block(&s.decisions[r.b], decision[0]);
-  write_accepted(p, r, threadIdx.x, kThreads);
-  if (threadIdx.x == 0 && knows_token(&r.draw)) write_extra_token(p, r.b, r.accepted, r.draw);
+  if (threadIdx.x >= kThreads - kWarp) close_lone(p, s, decision.data());
 }
 
 }  // namespace

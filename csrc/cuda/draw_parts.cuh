@@ -160,13 +160,15 @@ __device__ __forceinline__ bool find_in_part(const PartDraw<kElements>& draw, co
   const bool mine = before <= part.threshold && part.threshold < before + sum;
   const bool nobody = __ballot_sync(kAllLanes, mine) == 0;
   if (!mine && !(nobody && threadIdx.x % kWarp == 0)) return false;
-  uint64_t prefix = before;
+  uint64_t prefix[kPerThread];
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) prefix[j] = fixed_weight(w[j], weights.unit);
+  prefix[0] += before;
+#pragma unroll
+  for (int j = 1; j < kPerThread; ++j) prefix[j] += prefix[j - 1];
   int passed = 0;
 #pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    prefix += fixed_weight(w[j], weights.unit);
-    passed += prefix <= part.threshold;
-  }
+  for (int j = 0; j < kPerThread; ++j) passed += prefix[j] <= part.threshold;
   const int64_t token = tile * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread + passed;
   drawn->token = mine && token < row.vocab ? token : row.vocab - 1;
   if constexpr (kHasRegisters<kElements>) {
