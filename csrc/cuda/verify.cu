@@ -234,7 +234,11 @@ int64_t deciding_blocks(const Gpu& gpu, const Scratch& s) {
 constexpr auto kScanMasked = scan_laws < true, kLists ? Elements::kListed : Elements::kAny > ;
 const auto kScan = by_elements([](auto e) { return scan_laws<false, decltype(e)::value>; });
 const auto kDecide = by_elements([](auto e) { return decide<decltype(e)::value>; });
+#if SPECDEC_LISTS
+const auto kDecideAlone = kDecide;  // a list is a draft's law: nobody decides alone
+#else
 const auto kDecideAlone = by_elements([](auto e) { return decide_alone<decltype(e)::value>; });
+#endif
 const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value>; });
 
 // Launches kernel(p, s, splits) over units x splits blocks, a row's tiles shared out among as many
