@@ -56,18 +56,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder of the trained models and their data (default: %(default)s)",
     )
     parser.add_argument(
-        "--sentences", type=positive, help=f"of the test split ({shared.SENTENCES})"
+        "--sentences", type=positive, help=f"of the test split ({shared.FULL['sentences']})"
     )
     parser.add_argument("--tokens", type=positive, help="new tokens a sentence, at most (128)")
+    parser.add_argument(
+        "--text-tokens",
+        type=positive,
+        help=f"of the target, on which acceptance is measured ({shared.FULL['text_tokens']:,})",
+    )
     parser.add_argument("--repeats", type=positive, default=1, help="timings of each sentence")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--record", help="file name, without suffix (default: NAME-DEVICE-DATE)")
     parser.add_argument("--output", type=Path, default=common.RESULTS)
     options = parser.parse_args(arguments)
-    default = (shared.QUICK_SENTENCES, shared.QUICK_TOKENS) if options.quick else (None, None)
-    options.sentences = options.sentences or default[0] or shared.SENTENCES
-    options.tokens = options.tokens or default[1] or 128
+    sizes = shared.QUICK if options.quick else shared.FULL
+    for name, size in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, size)
     return options
 
 

@@ -18,6 +18,9 @@ class Entry(NamedTuple):
 
 TABLES = {
     "table2": Entry("tables.table2", "speed by drafter, temperature, gamma (Leviathan, Table 2)"),
+    "table3": Entry("tables.table3", "alpha on text of the target (Leviathan, Table 3)"),
+    "table4": Entry("tables.table4", "expected and measured speed-up (Leviathan, Table 4)"),
+    "table5": Entry("tables.table5", "alpha under lenience (Leviathan, Table 5)"),
 }
 
 
