@@ -56,6 +56,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder of the trained models and their data (default: %(default)s)",
     )
     parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder of the task's records, which say where a text is from (default: "
+        "build/tasks/TASK)",
+    )
+    parser.add_argument(
         "--sentences", type=positive, help=f"of the test split ({shared.FULL['sentences']})"
     )
     parser.add_argument("--tokens", type=positive, help="new tokens a sentence, at most (128)")
@@ -70,6 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--record", help="file name, without suffix (default: NAME-DEVICE-DATE)")
     parser.add_argument("--output", type=Path, default=common.RESULTS)
     options = parser.parse_args(arguments)
+    options.data = options.data or common.ROOT / "build" / "tasks" / options.task.name
     sizes = shared.QUICK if options.quick else shared.FULL
     for name, size in sizes.items():
         if getattr(options, name) is None:
@@ -82,9 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (sys.argv[1:] if arguments is None else arguments):
         arguments = ["--help"]
     options = parse(arguments)
-    from pair.seq2seq.models import load_family
+    family = None
+    if TABLES[options.name].trained:
+        from pair.seq2seq.models import load_family
 
-    bench = shared.Bench(load_family(options.task), options)
+        family = load_family(options.task)
+    bench = shared.Bench(family, options)
     return run(bench, list(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -93,10 +103,11 @@ def run(bench: shared.Bench, arguments: Sequence[str]) -> int:
     options = bench.options
     facts, load = common.machine_facts(), common.Load()
     facts["command"] = " ".join(["benchmarks/tables", *arguments])
-    facts["sentences"] = len(bench.sentences)
-    facts["models"] = ", ".join(
-        f"{name} {model.num_parameters():,}" for name, model in bench.family.models.items()
-    )
+    if bench.family is not None:
+        facts["sentences"] = len(bench.sentences)
+        facts["models"] = ", ".join(
+            f"{name} {model.num_parameters():,}" for name, model in bench.family.models.items()
+        )
     begin = time.perf_counter()
     result = maker(options.name)(bench)
     facts["seconds"] = round(time.perf_counter() - begin)

@@ -44,10 +44,13 @@ class Reading:
     def __init__(self, sentence: Sentence, device: torch.device) -> None:
         self.sentence = sentence
         self.input_ids = torch.tensor([sentence.source], device=device)
+        self._encoded: dict[int, EncodedModel] = {}
 
     def by(self, model: Any) -> EncodedModel:
-        """Encode the sentence with a model; what comes back is a target or a draft."""
-        return encoded(model, input_ids=self.input_ids)
+        """Encode the sentence with a model, once; what comes back is a target or a draft."""
+        if id(model) not in self._encoded:
+            self._encoded[id(model)] = encoded(model, input_ids=self.input_ids)
+        return self._encoded[id(model)]
 
 
 Drafting = Callable[[Reading], Any]
@@ -98,7 +101,10 @@ def way(bench: Bench, draft: Drafting | None, **options: Any) -> Way:
     return run
 
 
-def decode(bench: Bench, ways: Mapping[str, Way], seed: int | None = None) -> dict[str, list[Run]]:
+def decode(
+    bench: Bench, ways: Mapping[str, Way], seed: int | None = None,
+    sentences: Sequence[Sentence] | None = None,
+) -> dict[str, list[Run]]:  # fmt: skip
     """Decode every sentence in every way, by turns in a random order, as often as was asked for.
 
     Returns
@@ -107,9 +113,10 @@ def decode(bench: Bench, ways: Mapping[str, Way], seed: int | None = None) -> di
         Name to runs, all sentences once, then all once more, and so on.
     """
     seed = bench.options.seed if seed is None else seed
+    sentences = bench.sentences if sentences is None else sentences
     for one in ways.values():  # what happens once is not timed
-        one(bench.sentences[0], seed)
-    inputs = [(sentence,) for sentence in bench.sentences] * bench.options.repeats
+        one(sentences[0], seed)
+    inputs = [(sentence,) for sentence in sentences] * bench.options.repeats
     return by_turns(ways, inputs, seed)
 
 

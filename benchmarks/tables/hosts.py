@@ -12,11 +12,17 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from bench_generate import Run
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.candidate_generator import (
     CandidateGenerator,
     PromptLookupCandidateGenerator,
 )
+
+from specdec_ext.decoding import Statistics
+from tables.decode import Way
+from tables.shared import Sentence
 
 
 class Decoded(NamedTuple):
@@ -52,6 +58,9 @@ def counted(model: Any) -> Iterator[_Counter]:
 def decode(model: Any, source: Sequence[int], new: int, **options: Any) -> Decoded:
     """Decode one source by ``model.generate``.
 
+    Caches are given: those that ``generate`` makes for T5 have as many layers as its encoder, and
+    a deeper decoder ends in an IndexError there (transformers 5.23).
+
     Parameters
     ----------
     model : T5ForConditionalGeneration
@@ -71,8 +80,9 @@ def decode(model: Any, source: Sequence[int], new: int, **options: Any) -> Decod
     with counted(model) as counter:
         begin = time.perf_counter()
         written = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options
-        )
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+            past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()), **options,
+        )  # fmt: skip
         seconds = time.perf_counter() - begin
     return Decoded(_new_tokens(written[0], model.generation_config), counter.calls, seconds)
 
@@ -139,3 +149,28 @@ def prompt_lookup(model: Any, source: Sequence[int], new: int, gamma: int) -> De
     """
     with _lookup_behind(model, torch.tensor([list(source)], device=model.device)):
         return decode(model, source, new, prompt_lookup_num_tokens=gamma)
+
+
+def as_run(decoded: Decoded) -> Run:
+    """Return what was decoded as the other ways of a table do; only its calls are known."""
+    calls = decoded.calls
+    counts = Statistics(0, calls, calls, new_tokens=[len(decoded.tokens)])
+    return Run([decoded.tokens], decoded.seconds, counts)
+
+
+def way(model: Any, new: int, **options: Any) -> Way:
+    """Return greedy decoding (or that of ``options``) by transformers, as a way to decode."""
+
+    def run(sentence: Sentence, seed: int) -> Run:
+        return as_run(decode(model, sentence.source, new, **options))
+
+    return run
+
+
+def prompt_lookup_way(model: Any, new: int, gamma: int) -> Way:
+    """Return transformers' prompt lookup that is given the source, as a way to decode."""
+
+    def run(sentence: Sentence, seed: int) -> Run:
+        return as_run(prompt_lookup(model, sentence.source, new, gamma))
+
+    return run

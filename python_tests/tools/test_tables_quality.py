@@ -98,7 +98,7 @@ def test_numbers_of_texts(score):
 
 # ---- transformers' loops -------------------------------------------------------------------------
 
-SHAPE = {"d_model": 32, "d_ff": 64, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 1}
+SHAPE = {"d_model": 32, "d_ff": 64, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 2}
 SOURCE = [5, 6, 7, 8, 9, 1]
 
 
