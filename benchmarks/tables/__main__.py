@@ -62,9 +62,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "build/tasks/TASK)",
     )
     parser.add_argument(
-        "--sentences", type=positive, help=f"of the test split ({shared.SENTENCES})"
+        "--sentences", type=positive, help=f"of the test split ({shared.FULL['sentences']})"
     )
     parser.add_argument("--tokens", type=positive, help="new tokens a sentence, at most (128)")
+    parser.add_argument(
+        "--text-tokens",
+        type=positive,
+        help=f"of the target, on which acceptance is measured ({shared.FULL['text_tokens']:,})",
+    )
     parser.add_argument("--repeats", type=positive, default=1, help="timings of each sentence")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="does it run?")
@@ -72,9 +77,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=common.RESULTS)
     options = parser.parse_args(arguments)
     options.data = options.data or common.ROOT / "build" / "tasks" / options.task.name
-    default = (shared.QUICK_SENTENCES, shared.QUICK_TOKENS) if options.quick else (None, None)
-    options.sentences = options.sentences or default[0] or shared.SENTENCES
-    options.tokens = options.tokens or default[1] or 128
+    sizes = shared.QUICK if options.quick else shared.FULL
+    for name, size in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, size)
     return options
 
 

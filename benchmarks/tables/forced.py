@@ -21,7 +21,6 @@ from tables.decode import start_ids
 from tables.shared import Bench, Sentence, estimate_over
 
 BATCH = 32
-TOKENS = 10_000
 
 #: From rows ``[R, V]`` of target and draft to a number ``[R]`` each, as `specdec_ext.acceptance`.
 Rate = Callable[..., Tensor]

@@ -20,6 +20,9 @@ class Entry(NamedTuple):
 # Of the paper, and of the report and the article that follow it.
 PAPER = {
     "table2": Entry("tables.table2", "speed by drafter, temperature, gamma (Leviathan, Table 2)"),
+    "table3": Entry("tables.table3", "alpha on text of the target (Leviathan, Table 3)"),
+    "table4": Entry("tables.table4", "expected and measured speed-up (Leviathan, Table 4)"),
+    "table5": Entry("tables.table5", "alpha under lenience (Leviathan, Table 5)"),
 }
 FOLLOWERS = {
     "report1": Entry("tables.report1", "models by themselves, beams (the report's Table 1)"),

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from specdec_ext.theory import Estimate
 
-# Sentences of the test split that are decoded, unless the command line says otherwise.
-SENTENCES = 40
-QUICK_SENTENCES, QUICK_TOKENS = 3, 10
+# Unless the command line says otherwise: sentences of the test split to decode, new tokens of each
+# at most, and tokens that the target generates where acceptance is measured on its text.
+FULL = {"sentences": 40, "tokens": 128, "text_tokens": 10_000}
+QUICK = {"sentences": 3, "tokens": 10, "text_tokens": 100}
 
 
 class Sentence(NamedTuple):
@@ -38,7 +39,8 @@ class Bench:
         Models of several sizes over one vocabulary, the smallest first, and their data; what
         `pair.seq2seq.models.load_family` returns.
     options : argparse.Namespace
-        The command line: ``sentences``, ``tokens``, ``repeats``, ``seed``, ``quick``.
+        The command line: ``sentences``, ``tokens``, ``text_tokens``,
+        ``repeats``, ``seed``, ``quick``, ``task``.
     """
 
     family: Any

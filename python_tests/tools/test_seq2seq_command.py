@@ -10,10 +10,12 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from pair.seq2seq.__main__ import main  # noqa: E402
-from pair.seq2seq.data import Pairs  # noqa: E402
+from pair.seq2seq.data import Pairs, batch_of  # noqa: E402
+from pair.seq2seq.distillation import rewrite  # noqa: E402
 from pair.seq2seq.evaluation import Gate, gates, held_out, table  # noqa: E402
 from pair.seq2seq.models import Family, load_family  # noqa: E402
 from pair.seq2seq.sizes import build_model  # noqa: E402
+from pair.seq2seq.training import Options, batch_loss  # noqa: E402
 
 WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fünf"}
 
@@ -60,6 +62,18 @@ def test_the_command(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "| copying |" in shown and "FAIL BLEU of small less that of copying" in shown
 
+    distill = ["distill", *work, "--budget", "0.02", "--threads", "1"]
+    assert main([*distill, "--size", "small"]) == 1
+    assert "the draft must be one of mini, got 'small'" in capsys.readouterr().err
+    assert main([*distill, "--loss", "tv", "--written", "6"]) == 0
+    taught = load_family(tmp_path / "work")
+    assert list(taught.models) == ["mini", "small"] and list(taught.distilled) == [
+        "mini-tv-written"
+    ]
+    assert taught.facts["mini-tv-written"]["options"]["start"] == "mini"
+    weights = taught.distilled["mini-tv-written"].shared.weight
+    assert not torch.equal(weights, taught.models["mini"].shared.weight)
+
 
 @pytest.fixture(scope="module")
 def family():
@@ -70,7 +84,7 @@ def family():
     }
     for model in models.values():  # laws that are far from uniform, and from each other
         model.shared.weight.data.mul_(4.0)
-    return Family(None, models, {}, {})
+    return Family(None, models, {}, {}, {})
 
 
 def one_by_one(family, names, pairs):
@@ -107,6 +121,57 @@ def test_held_out_figures(family):
     assert 0.05 < found["mini"]["alpha_t1"] < 0.95
     # The comparison tells a draft from another.
     assert found["mini"]["alpha_t1"] != pytest.approx(found["small"]["alpha_t1"], rel=1e-3)
+
+
+def some_batch(rows=3):
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(2, 40, (2, rows, 6), generator=generator).tolist()
+    pairs = Pairs([row[:4] for row in tokens[0]], [row[: 2 + k] for k, row in enumerate(tokens[1])])
+    return pairs, batch_of(pairs, list(range(rows)), torch.device("cpu"))
+
+
+def test_losses(family):
+    """Each loss against its definition, in float64."""
+    pairs, batch = some_batch()
+    student, teacher = family.models["mini"], family.models["large"]
+    q, p = (
+        torch.cat(
+            [
+                m(input_ids=torch.tensor([s]), labels=torch.tensor([t])).logits[0].double()
+                for s, t in zip(pairs.sources, pairs.targets, strict=True)
+            ]
+        ).softmax(-1)
+        for m in (student, teacher)
+    )
+    labels = torch.tensor(sum(pairs.targets, []))
+    chosen = q[torch.arange(len(labels)), labels].log()
+    smoothed = -(0.9 * chosen + 0.1 * q.log().mean(-1)).mean()
+    wanted = {
+        "labels": smoothed,
+        "kl": -(p * q.log()).sum(-1).mean(),
+        "tv": (p - q).abs().sum(-1).mean() / 2,
+    }
+    for name, value in wanted.items():
+        options = Options(loss=name)
+        assert batch_loss(student, batch, options, teacher).item() == pytest.approx(
+            value.item(), rel=1e-5
+        )
+    for name, one in (("tv", None), ("hinge", teacher)):
+        with pytest.raises(ValueError, match="loss must be one of labels, kl, tv"):
+            batch_loss(student, batch, Options(loss=name), one)
+
+
+def test_a_teacher_writes_what_it_writes_alone(family):
+    """Batched and sorted by length, in the pairs' order; the end token is kept."""
+    pairs, _ = some_batch(rows=40)
+    teacher = family.models["small"]
+    rewritten = rewrite(teacher, pairs, 33)
+    chosen = pairs.some(33)
+    assert rewritten.sources == chosen.sources
+    for source, written in zip(chosen.sources[:5], rewritten.targets, strict=False):
+        alone = teacher.generate(torch.tensor([source]), max_new_tokens=128, do_sample=False)
+        assert alone[0, 1:].tolist() == written
+    assert all(1 not in written[:-1] for written in rewritten.targets)
 
 
 def records(**changes):

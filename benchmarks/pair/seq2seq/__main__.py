@@ -5,6 +5,7 @@
     python benchmarks/pair/seq2seq train translation               # all sizes, 2 hours on 2 cores
     python benchmarks/pair/seq2seq train translation --budget full # 40 minutes on one H100
     python benchmarks/pair/seq2seq evaluate translation            # measures, and gates
+    python benchmarks/pair/seq2seq distill translation --loss tv   # a draft taught by the target
 
 The task is a folder of build/tasks; what is made of it lies in build/seq2seq/<task>. `train` given
 again goes on where it was interrupted, and a size that is trained is not trained again. Times are
@@ -22,26 +23,32 @@ import json
 import platform
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import T5ForConditionalGeneration
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 import common  # noqa: E402
 
+from pair.data import save_atomically  # noqa: E402
 from pair.seq2seq import evaluation  # noqa: E402
-from pair.seq2seq.data import load_prepared, prepare  # noqa: E402
+from pair.seq2seq.data import Pairs, load_prepared, prepare  # noqa: E402
+from pair.seq2seq.distillation import distilled_name, rewrite  # noqa: E402
 from pair.seq2seq.models import load_family, save_model  # noqa: E402
 from pair.seq2seq.schedule import BUDGETS, Budget, Pace, budget_of, seconds_of  # noqa: E402
 from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
-from pair.seq2seq.training import Batches, Options, train  # noqa: E402
+from pair.seq2seq.training import KL, LABELS, LOSSES, Batches, Options, train  # noqa: E402
 
 BUILD = HERE.parents[2] / "build"
+
+# A trained draft is trained further with smaller steps than from scratch.
+DISTILLATION_LR = 0.3
 
 
 def run_prepare(given: argparse.Namespace) -> int:
@@ -50,6 +57,13 @@ def run_prepare(given: argparse.Namespace) -> int:
     facts = prepare(given.tasks / given.task, given.work, permissive_only=given.permissive)
     print(json.dumps(facts, indent=1))
     return 0
+
+
+def device_of(given: argparse.Namespace) -> torch.device:
+    """Return where to train, and set the number of threads."""
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    return torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def options_of(given: argparse.Namespace, budget: Budget) -> Options:
@@ -64,9 +78,7 @@ def options_of(given: argparse.Namespace, budget: Budget) -> Options:
 
 def run_train(given: argparse.Namespace) -> int:
     """Train the sizes, from the smallest on."""
-    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if given.threads:
-        torch.set_num_threads(given.threads)
+    device = device_of(given)
     tokenizer, splits, _ = load_prepared(given.work)
     budget = budget_of(given.budget)
     options = options_of(given, budget)
@@ -77,28 +89,73 @@ def run_train(given: argparse.Namespace) -> int:
     for name in given.sizes:
         model = build_model(SIZES[name], len(tokenizer), options.dropout, options.seed)
         pace = Pace(steps, seconds[name])
-        report = train(
-            name, model, splits["train"], pace, options, given.work / "training" / name, device
-        )
-        facts = {
-            "parameters": model.num_parameters(),
-            "budget": given.budget,
-            **asdict(report),
-            "options": asdict(options),
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "threads": torch.get_num_threads(),
-            "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-        save_model(model.cpu(), given.work, name, facts)
-        print(
-            f"{name}: {model.num_parameters():,} parameters, {report.steps:,} steps, "
-            f"{report.epochs:.2f} epochs, {report.seconds:.0f} s, loss {report.loss:.3f}",
-            flush=True,
-        )
+        train_one(given, name, model, splits["train"], pace, options, device)
     return 0
+
+
+def train_one(
+    given: argparse.Namespace,
+    name: str,
+    model: T5ForConditionalGeneration,
+    pairs: Pairs,
+    pace: Pace,
+    options: Options,
+    device: torch.device,
+    teacher: T5ForConditionalGeneration | None = None,
+) -> None:
+    """Train one model, save it and say how it went."""
+    folder = given.work / "training" / name
+    report = train(name, model, pairs, pace, options, folder, device, teacher)
+    facts = {
+        "parameters": model.num_parameters(),
+        "budget": given.budget,
+        **asdict(report),
+        "options": asdict(options),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    save_model(model.cpu(), given.work, name, facts)
+    print(
+        f"{name}: {model.num_parameters():,} parameters, {report.steps:,} steps, "
+        f"{report.epochs:.2f} epochs, {report.seconds:.0f} s, loss {report.loss:.3f}",
+        flush=True,
+    )
+
+
+def run_distill(given: argparse.Namespace) -> int:
+    """Train a draft further, from its weights on, on the target's laws or texts."""
+    device = device_of(given)
+    family = load_family(given.work)
+    teacher = family.models[family.largest].to(device)
+    if given.size not in family.models or given.size == family.largest:
+        drafts = ", ".join(list(family.models)[:-1])
+        raise ValueError(f"the draft must be one of {drafts}, got {given.size!r}")
+    budget = budget_of(given.budget)
+    options = replace(
+        options_of(given, budget), loss=given.loss, start=given.size, lr_scale=DISTILLATION_LR
+    )
+    pairs = family.splits["train"]
+    if given.written:
+        pairs = load_written(given, teacher, pairs)
+    name = distilled_name(given.size, given.loss, bool(given.written))
+    pace = Pace(seconds=60.0 * budget.minutes)
+    teaching = None if given.loss == LABELS else teacher
+    train_one(given, name, family.models[given.size], pairs, pace, options, device, teaching)
+    return 0
+
+
+def load_written(
+    given: argparse.Namespace, teacher: T5ForConditionalGeneration, pairs: Pairs
+) -> Pairs:
+    """Return pairs with the teacher's own targets, which are kept for other drafts."""
+    path = given.work / f"written-{given.written}.pt"
+    if not path.exists():
+        save_atomically(vars(rewrite(teacher, pairs, given.written)), path)
+    return Pairs(**torch.load(path))
 
 
 def run_evaluate(given: argparse.Namespace) -> int:
@@ -144,7 +201,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="prepare | train | evaluate")
+    commands = parser.add_subparsers(required=True, metavar="prepare | train | distill | evaluate")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("task", help="a folder of build/tasks, for instance translation")
     shared.add_argument("--work", type=Path, help="folder (build/seq2seq/<task>)")
@@ -155,17 +212,28 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--tasks", type=Path, default=BUILD / "tasks", help="what benchmarks/tasks wrote")
     add("--permissive", action="store_true", help="only texts whose weights could be shipped")
 
-    command = commands.add_parser("train", parents=[shared])
-    command.set_defaults(run=run_train)
-    add = command.add_argument
-    add("--budget", default="small", help=f"{', '.join(BUDGETS)} or minutes for all sizes (small)")
-    add("--sizes", default=",".join(SIZES), help="with commas between (all)")
+    training = argparse.ArgumentParser(add_help=False)
+    add = training.add_argument
     add("--seed", type=int, default=0)
     add("--dropout", type=float, default=Options.dropout)
     add("--batch-tokens", type=int, help="of a step (the budget's)")
     add("--bfloat16", action=argparse.BooleanOptionalAction, help="autocast (the budget's)")
     add("--device", help="default: cuda where there is one")
     add("--threads", type=int, help="default: torch's own")
+
+    command = commands.add_parser("train", parents=[shared, training])
+    command.set_defaults(run=run_train)
+    add = command.add_argument
+    add("--budget", default="small", help=f"{', '.join(BUDGETS)} or minutes for all sizes (small)")
+    add("--sizes", default=",".join(SIZES), help="with commas between (all)")
+
+    command = commands.add_parser("distill", parents=[shared, training])
+    command.set_defaults(run=run_distill)
+    add = command.add_argument
+    add("--size", default=next(iter(SIZES)), help="whose weights it begins with (the smallest)")
+    add("--loss", choices=LOSSES, default=KL, help=f"({KL})")
+    add("--written", type=int, default=0, help="of so many sources the target's own texts (0)")
+    add("--budget", default="5", help="minutes (5)")
 
     command = commands.add_parser("evaluate", parents=[shared])
     command.set_defaults(run=run_evaluate)

@@ -17,13 +17,12 @@ from tables.quality import bleu, chrf
 from torch import Tensor
 
 from pair.measurement import acceptance_mass
-from pair.seq2seq.data import BUCKETS, IGNORED, Pairs, batch_of, in_order
+from pair.seq2seq.data import IGNORED, Pairs, batch_of, in_order
+from pair.seq2seq.distillation import ROWS, write_targets
 from pair.seq2seq.models import Family
-from pair.seq2seq.sizes import SIZES
 from pair.seq2seq.training import forward_logits
 
 CPU = torch.device("cpu")
-ROWS = 32
 
 # Nats a token between a size and the next larger one.
 LOSS_GAP = 0.03
@@ -92,20 +91,9 @@ def held_out(family: Family, names: list[str], pairs: Pairs) -> dict[str, dict[s
 
 
 def translate(family: Family, name: str, pairs: Pairs) -> list[str]:
-    """Return a model's greedy texts for all sources, by transformers, in the pairs' order."""
-    texts = [""] * len(pairs)
-    for rows in in_order(pairs, ROWS):
-        batch = batch_of(pairs, rows, CPU)
-        written = family.models[name].generate(
-            batch.inputs,
-            attention_mask=batch.mask,
-            max_new_tokens=BUCKETS[-1],
-            do_sample=False,
-        )
-        decoded = family.tokenizer.batch_decode(written, skip_special_tokens=True)
-        for row, text in zip(rows, decoded, strict=True):
-            texts[row] = text
-    return texts
+    """Return a model's greedy texts for all sources, in the pairs' order."""
+    written = write_targets(family.models[name], pairs)
+    return family.tokenizer.batch_decode(written, skip_special_tokens=True)
 
 
 def quality(family: Family, names: list[str], pairs: Pairs) -> dict[str, dict[str, float]]:
@@ -141,7 +129,7 @@ def measure(family: Family, sentences: int) -> list[dict[str, Any]]:
     list of dict
         A record for copying and one for each size, from the smallest.
     """
-    names = [name for name in SIZES if name in family.models]
+    names = list(family.models)
     if len(names) < 2:
         raise ValueError(f"two trained sizes are needed to compare them, got {names}")
     losses = held_out(family, names, family.splits["test"])

@@ -11,14 +11,20 @@ import torch
 from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
 
 from pair.seq2seq.data import Pairs, load_prepared
+from pair.seq2seq.sizes import SIZES
 
 
 @dataclass
 class Family:
-    """Models of one task that share a tokenizer, from the smallest to the largest."""
+    """Models of one task that share a tokenizer.
+
+    ``models`` are those of `SIZES` that have been trained, from the smallest to the largest;
+    ``distilled`` those that were taught by one of them.
+    """
 
     tokenizer: PreTrainedTokenizerFast
     models: dict[str, T5ForConditionalGeneration]
+    distilled: dict[str, T5ForConditionalGeneration]
     splits: dict[str, Pairs]
     facts: dict[str, Any]
 
@@ -59,24 +65,21 @@ def load_family(work_folder: Path) -> Family:
     Returns
     -------
     Family
-        The models that have been trained, by their number of parameters, and the tokens of the
-        splits. ``facts`` are those of the data under ``"data"`` and those of each training under
-        the model's name.
+        ``facts`` are those of the data under ``"data"`` and those of each training under the
+        model's name.
 
     Raises
     ------
     FileNotFoundError
-        If the data is not prepared or no model is trained.
+        If the data is not prepared or no size is trained.
     """
     tokenizer, splits, facts = load_prepared(work_folder)
-    found = [path.parent.name for path in sorted(work_folder.glob("models/*/training.json"))]
-    if not found:
-        raise FileNotFoundError(f"{work_folder / 'models'} has no trained model: run `train` first")
-    models = {name: load_model(work_folder, name) for name in found}
-    order = sorted(found, key=lambda name: (models[name].num_parameters(), name))
-    trained = {
-        name: json.loads((model_folder(work_folder, name) / "training.json").read_text())
-        for name in order
+    found = {
+        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(work_folder.glob("models/*/training.json"))
     }
-    in_order = {name: models[name] for name in order}
-    return Family(tokenizer, in_order, splits, {"data": facts, **trained})
+    models = {name: load_model(work_folder, name) for name in SIZES if name in found}
+    if not models:
+        raise FileNotFoundError(f"{work_folder / 'models'} has no trained size: run `train` first")
+    distilled = {name: load_model(work_folder, name) for name in found if name not in SIZES}
+    return Family(tokenizer, models, distilled, splits, {"data": facts, **found})
