@@ -239,6 +239,12 @@ def test_kinds_draft_what_they_are_called(family, folders):
     }  # fmt: skip
 
 
+def test_models_taught_by_the_target_have_rows(family, folders):
+    told = dataclasses.replace(family, distilled={"mini-taught": family.models["mini"]})
+    every = kinds.kinds(bench_of(told, folders, "kinds", "--quick"))
+    assert every["model mini-taught"][2] == kinds.DISTILLED != every["model mini"][2]
+
+
 def test_domains_are_read(family, folders):
     bench = bench_of(family, folders, "domains", "--sentences", "10")
     found = domains.read_domains(bench)
