@@ -104,7 +104,7 @@ class Column(NamedTuple):
         shown = format(value, self.form)
         if error is None or math.isnan(error):
             return shown
-        return f"{shown} ({format(error, self.form)})"
+        return f"{shown} ({format(error, self.form.lstrip('+'))})"
 
 
 @dataclass

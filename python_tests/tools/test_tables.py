@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from pair.seq2seq.data import Pairs  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
 from pair.seq2seq.sizes import build_model  # noqa: E402
-from pair.seq2seq.training import Options, train  # noqa: E402
+from pair.seq2seq.training import KL, TV, Options, train  # noqa: E402
 from tables import __main__ as command  # noqa: E402
 from tables import decode, forced, shared  # noqa: E402
 from tables.registry import PAPER  # noqa: E402
@@ -37,6 +38,7 @@ class Family:
 
     tokenizer: object
     models: dict
+    distilled: dict
     splits: dict
     facts: dict
 
@@ -60,14 +62,22 @@ def family(tmp_path_factory):
     splits = {"train": reversals(400, 0), "valid": reversals(30, 1), "test": reversals(60, 2)}
     models = {}
     for (name, shape), steps in zip(SHAPES.items(), (40, 60, 150), strict=True):
-        options = Options(batch_tokens=256, dropout=0.0)
-        model = build_model(shape, VOCABULARY, options.dropout, seed=0)
-        train(
-            name, model, splits["train"], Pace(steps=steps), options, folder / name,
-            torch.device("cpu"),
-        )  # fmt: skip
-        models[name] = model
-    return Family(None, models, splits, {})
+        models[name] = build_model(shape, VOCABULARY, dropout=0.0, seed=0)
+        taught(models[name], Options(batch_tokens=256, dropout=0.0), steps, folder / name)
+    distilled, facts = {}, {}
+    for loss in (KL, TV):
+        name = f"tiny-{loss}"
+        options = Options(batch_tokens=256, dropout=0.0, loss=loss, start="tiny")
+        distilled[name] = copy.deepcopy(models["tiny"])
+        taught(distilled[name], options, 20, folder / name, models["more"])
+        facts[name] = {"options": asdict(options), "seconds": 6.0}
+    return Family(None, models, distilled, splits, facts)
+
+
+def taught(model, options, steps, folder, teacher=None):
+    """Train a model of the family."""
+    pairs, pace, device = reversals(400, 0), Pace(steps=steps), torch.device("cpu")
+    train(folder.name, model, pairs, pace, options, folder, device, teacher)
 
 
 def bench_of(family, tmp_path, *arguments):
@@ -147,7 +157,7 @@ def test_wrong_greedy_output_is_found(family, tmp_path):
 def test_faults_give_exit_code_1(monkeypatch, tmp_path, capsys):
     result = shared.Result("A", [shared.Column("a", "a")], [{"a": 0.5, "a_se": 0.25}], faults=["x"])
     monkeypatch.setattr(command, "maker", lambda name: lambda bench: result)
-    empty = Family(None, {"one": torch.nn.Linear(1, 1)}, {"test": Pairs([[1]], [[1]])}, {})
+    empty = Family(None, {"one": torch.nn.Linear(1, 1)}, {}, {"test": Pairs([[1]], [[1]])}, {})
     empty.models["one"].num_parameters = lambda: 2
     empty.models["one"].device = torch.device("cpu")
     bench = bench_of(empty, tmp_path, "table2", "--quick")
