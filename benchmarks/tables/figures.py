@@ -231,8 +231,8 @@ def figure4(bench: Bench) -> Result:
         "Operations of decoding by those of plain decoding, and target calls saved, which is the "
         "speed-up where a draft costs nothing. Rows without a draft are the formulas, c and c-hat "
         "being 0, beside Table 1 of the paper; the others are counted while decoding: a call on n "
-        "tokens takes n times the operations of one, a draft's are c-hat of the target's (by parameters "
-        "of the decoders and output layers).",
+        "tokens takes n times the operations of one, a draft's are c-hat of the target's (by the "
+        "parameters of the decoders and output layers).",
         DIFFERS,
     ]
 
