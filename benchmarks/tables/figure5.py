@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from bench_generate import Run
 from common import synchronizer
 
-from tables.decode import PLAIN, by_model, greedy_bar, greedy_faults, way
-from tables.shared import Bench, Column, Result
+from tables.decode import PLAIN, Way, by_model, greedy_bar, greedy_faults, way
+from tables.shared import Bench, Column, Result, Sentence
 
 GAMMAS = (7, 3)
+TRIES = 5
 COLORS = {
     "target, encoder": "tab:olive",
     "draft, encoder": "tab:orange",
@@ -31,8 +33,8 @@ COLUMNS = [
 
 NOTES = [
     "Calls of one sentence's encoders and decoders, by hooks, on one time axis; what is between "
-    "them is the loop: draws, verification, caches. T = 0. The CSV has the sums; the picture every "
-    "call.",
+    "them is the loop: draws, verification, caches. T = 0, the fastest of "
+    f"{TRIES} runs of each way. The CSV has the sums, the picture every call.",
     "The paper's figure is a simplified diagram of the same: encoders, gamma calls of the draft, "
     "one of the target.",
 ]
@@ -89,11 +91,10 @@ def make(bench: Bench) -> Result:
     }
     traces, runs, records = {}, {}, []
     for name, decode in ways.items():
-        decode(sentence, bench.options.seed)  # what happens once is not shown
-        with traced(modules, bench.device) as calls:
-            runs[name] = [decode(sentence, bench.options.seed)]
-        first = min(call.begin for call in calls)
-        traces[name] = [Call(c.who, c.begin - first, c.end - first) for c in calls]
+        # The fastest of a few: it was interrupted least.
+        tries = [trace(decode, sentence, modules, bench) for _ in range(TRIES)]
+        run, traces[name] = min(tries, key=lambda found: found[1][-1].end)
+        runs[name] = [run]
         records += sums(name, traces[name], runs[name][0].num_tokens)
     faults, ties = greedy_faults(bench, runs, [sentence])
     return Result(
@@ -101,6 +102,16 @@ def make(bench: Bench) -> Result:
         COLUMNS, records, NOTES, [greedy_bar(runs, faults, ties)], faults,
         lambda pyplot: draw(pyplot, traces),
     )  # fmt: skip
+
+
+def trace(
+    decode: Way, sentence: Sentence, modules: dict[str, Any], bench: Bench
+) -> tuple[Run, list[Call]]:
+    """Decode a sentence; return the run and its calls, in seconds from the first one on."""
+    with traced(modules, bench.device) as calls:
+        run = decode(sentence, bench.options.seed)
+    first = calls[0].begin
+    return run, [Call(c.who, c.begin - first, c.end - first) for c in calls]
 
 
 def sums(name: str, calls: list[Call], tokens: int) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import pytest
@@ -18,7 +19,7 @@ from pair.seq2seq.schedule import Pace  # noqa: E402
 from pair.seq2seq.sizes import build_model  # noqa: E402
 from pair.seq2seq.training import KL, TV, Options, train  # noqa: E402
 from tables import __main__ as command  # noqa: E402
-from tables import decode, forced, shared  # noqa: E402
+from tables import decode, figure5, forced, shared  # noqa: E402
 from tables.registry import PAPER  # noqa: E402
 
 from specdec_ext import theory  # noqa: E402
@@ -166,6 +167,31 @@ def test_faults_give_exit_code_1(monkeypatch, tmp_path, capsys):
     result.faults.clear()
     assert command.run(bench, ["table2"]) == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.thorough
+def test_a_trace_has_every_call(family, tmp_path):
+    bench = bench_of(family, tmp_path, "figure5", "--quick")
+    draft = family.models["tiny"]
+    modules = {
+        "target, encoder": bench.target.get_encoder(),
+        "draft, encoder": draft.get_encoder(),
+        "draft": draft.get_decoder(),
+        "target": bench.target.get_decoder(),
+    }
+    decoding = decode.way(bench, decode.by_model(draft), gamma=3)
+    run, calls = figure5.trace(decoding, bench.sentences[0], modules, bench)
+    counts = Counter(call.who for call in calls)
+    assert counts["target"] == run.statistics.rounds
+    assert counts["draft"] == run.statistics.draft_calls
+    assert counts["target, encoder"] == counts["draft, encoder"] == 1
+    assert all(0 <= call.begin <= call.end for call in calls)
+    ends = [call.end for call in calls]
+    assert all(after.begin >= end for after, end in zip(calls[1:], ends, strict=False))
+    records = figure5.sums("way", calls, run.num_tokens)
+    *parts, whole = records
+    assert sum(part["milliseconds"] for part in parts) == pytest.approx(whole["milliseconds"])
+    assert not bench.target.get_decoder()._forward_hooks  # hooks are gone
 
 
 # ---- acceptance on the target's text -------------------------------------------------------------
