@@ -35,6 +35,10 @@ SPEEDS = {
     ("summarisation", "T5-large", 1): Speed(3, 0.56, 0.11, 1.6, 1.7),
 }
 
+# Section 3.6, translation: gamma, alpha, and the speed-up that they would give; no temperature is
+# named, and nothing was timed.
+BIGRAM = (3, 0.20, 1.25)
+
 # (task, draft): alpha at T = 0 and T = 1, Table 3.
 ALPHAS = {
     ("translation", "unigram"): (0.08, 0.07),
@@ -74,3 +78,14 @@ def task_of(folder_name: str) -> str:
 def beside(drafts: list[str]) -> dict[str, str]:
     """Return which of the paper's drafts each draft stands beside, by order of size."""
     return dict(zip(drafts, DRAFTS, strict=False))
+
+
+# alpha, gamma, operations, speed at c = 0: Table 1.
+OPERATIONS = (
+    (0.6, 2, 1.53, 1.96),
+    (0.7, 3, 1.58, 2.53),
+    (0.8, 2, 1.23, 2.44),
+    (0.8, 5, 1.63, 3.69),
+    (0.9, 2, 1.11, 2.71),
+    (0.9, 10, 1.60, 6.86),
+)

@@ -104,7 +104,7 @@ class Column(NamedTuple):
         shown = format(value, self.form)
         if error is None or math.isnan(error):
             return shown
-        return f"{shown} ({format(error, self.form)})"
+        return f"{shown} ({format(error, self.form.lstrip('+'))})"
 
 
 @dataclass
@@ -182,8 +182,12 @@ def write_result(stem: Path, facts: Mapping[str, Any], result: Result) -> list[P
     ImportError
         There is a picture to draw, and matplotlib is not installed.
     """
+    records = [
+        {key: None if value != value else value for key, value in record.items()}  # no NaN in JSON
+        for record in result.records
+    ]
     said = ", ".join(f"{name} {value}" for name, value in facts.items())
-    write_record(stem, facts, result.records, f"{result.text()}\n\n{said}.")
+    write_record(stem, facts, records, f"{result.text()}\n\n{said}.")
     written = [stem.with_suffix(suffix) for suffix in (".json", ".csv", ".md")]
     if result.draw is not None:
         import matplotlib

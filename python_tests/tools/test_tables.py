@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from pair.seq2seq.data import Pairs  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
 from pair.seq2seq.sizes import build_model  # noqa: E402
-from pair.seq2seq.training import Options, train  # noqa: E402
+from pair.seq2seq.training import KL, TV, Options, train  # noqa: E402
 from tables import __main__ as command  # noqa: E402
-from tables import decode, forced, shared  # noqa: E402
+from tables import decode, figure5, forced, shared  # noqa: E402
 from tables.registry import PAPER  # noqa: E402
 
 from specdec_ext import theory  # noqa: E402
@@ -37,6 +39,7 @@ class Family:
 
     tokenizer: object
     models: dict
+    distilled: dict
     splits: dict
     facts: dict
 
@@ -60,14 +63,22 @@ def family(tmp_path_factory):
     splits = {"train": reversals(400, 0), "valid": reversals(30, 1), "test": reversals(60, 2)}
     models = {}
     for (name, shape), steps in zip(SHAPES.items(), (40, 60, 150), strict=True):
-        options = Options(batch_tokens=256, dropout=0.0)
-        model = build_model(shape, VOCABULARY, options.dropout, seed=0)
-        train(
-            name, model, splits["train"], Pace(steps=steps), options, folder / name,
-            torch.device("cpu"),
-        )  # fmt: skip
-        models[name] = model
-    return Family(None, models, splits, {})
+        models[name] = build_model(shape, VOCABULARY, dropout=0.0, seed=0)
+        taught(models[name], Options(batch_tokens=256, dropout=0.0), steps, folder / name)
+    distilled, facts = {}, {}
+    for loss in (KL, TV):
+        name = f"tiny-{loss}"
+        options = Options(batch_tokens=256, dropout=0.0, loss=loss, start="tiny")
+        distilled[name] = copy.deepcopy(models["tiny"])
+        taught(distilled[name], options, 20, folder / name, models["more"])
+        facts[name] = {"options": asdict(options), "seconds": 6.0}
+    return Family(None, models, distilled, splits, facts)
+
+
+def taught(model, options, steps, folder, teacher=None):
+    """Train a model of the family."""
+    pairs, pace, device = reversals(400, 0), Pace(steps=steps), torch.device("cpu")
+    train(folder.name, model, pairs, pace, options, folder, device, teacher)
 
 
 def bench_of(family, tmp_path, *arguments):
@@ -147,7 +158,7 @@ def test_wrong_greedy_output_is_found(family, tmp_path):
 def test_faults_give_exit_code_1(monkeypatch, tmp_path, capsys):
     result = shared.Result("A", [shared.Column("a", "a")], [{"a": 0.5, "a_se": 0.25}], faults=["x"])
     monkeypatch.setattr(command, "maker", lambda name: lambda bench: result)
-    empty = Family(None, {"one": torch.nn.Linear(1, 1)}, {"test": Pairs([[1]], [[1]])}, {})
+    empty = Family(None, {"one": torch.nn.Linear(1, 1)}, {}, {"test": Pairs([[1]], [[1]])}, {})
     empty.models["one"].num_parameters = lambda: 2
     empty.models["one"].device = torch.device("cpu")
     bench = bench_of(empty, tmp_path, "table2", "--quick")
@@ -156,6 +167,31 @@ def test_faults_give_exit_code_1(monkeypatch, tmp_path, capsys):
     result.faults.clear()
     assert command.run(bench, ["table2"]) == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.thorough
+def test_a_trace_has_every_call(family, tmp_path):
+    bench = bench_of(family, tmp_path, "figure5", "--quick")
+    draft = family.models["tiny"]
+    modules = {
+        "target, encoder": bench.target.get_encoder(),
+        "draft, encoder": draft.get_encoder(),
+        "draft": draft.get_decoder(),
+        "target": bench.target.get_decoder(),
+    }
+    decoding = decode.way(bench, decode.by_model(draft), gamma=3)
+    run, calls = figure5.trace(decoding, bench.sentences[0], modules, bench)
+    counts = Counter(call.who for call in calls)
+    assert counts["target"] == run.statistics.rounds
+    assert counts["draft"] == run.statistics.draft_calls
+    assert counts["target, encoder"] == counts["draft, encoder"] == 1
+    assert all(0 <= call.begin <= call.end for call in calls)
+    ends = [call.end for call in calls]
+    assert all(after.begin >= end for after, end in zip(calls[1:], ends, strict=False))
+    records = figure5.sums("way", calls, run.num_tokens)
+    *parts, whole = records
+    assert sum(part["milliseconds"] for part in parts) == pytest.approx(whole["milliseconds"])
+    assert not bench.target.get_decoder()._forward_hooks  # hooks are gone
 
 
 # ---- acceptance on the target's text -------------------------------------------------------------
