@@ -325,3 +325,9 @@ def test_kinds_of_text_are_checked(folders, monkeypatch, capsys):
     assert command.main(["helps", "--quick", "--tokens", "3"]) == 1
     shown = capsys.readouterr().out
     assert "12 texts compared with plain decoding, 6 differ by more than a tie: FAIL" in shown
+
+
+def test_repeated_runs():
+    assert helps.repeated([1, 2, 3, 4, 5, 6]) == (0, 3)
+    assert helps.repeated([1, 2, 1, 2, 1, 2, 1, 2]) == (3, 5)
+    assert helps.repeated([1, 2, 3]) == (0, 0)
