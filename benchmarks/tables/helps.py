@@ -178,9 +178,9 @@ def make(bench: Bench) -> Result:
             "wrote, *repeated* the share of its runs of four tokens that it had written before.",
             "The article gives no figures. It counts code, facts and low temperatures as good "
             "fits, free writing and high temperatures as poor ones, of chat models. This target "
-            "has 5 million parameters and has read Python alone: it continues lists without knowing "
-            "them and writes no stories, and at low temperatures it falls into loops, which lookups "
-            "follow. Its facts and free text are kinds of prompt, not of knowledge.",
+            "has 5 million parameters and has read Python alone: it knows neither the lists nor "
+            "how to write stories, and at low temperatures it falls into loops, which lookups "
+            "follow. Facts and free text are kinds of prompt here, not of knowledge.",
             *COUNTS,
         ],
         bars=[
