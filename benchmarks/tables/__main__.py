@@ -62,7 +62,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "build/tasks/TASK)",
     )
     parser.add_argument(
-        "--sentences", type=positive, help=f"of the test split ({shared.FULL['sentences']})"
+        "--sentences",
+        type=positive,
+        help=f"of the test split ({shared.FULL['sentences']} or fewer)",
     )
     parser.add_argument("--tokens", type=positive, help="new tokens a sentence, at most (128)")
     parser.add_argument(
@@ -77,7 +79,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=common.RESULTS)
     options = parser.parse_args(arguments)
     options.data = options.data or common.ROOT / "build" / "tasks" / options.task.name
-    sizes = shared.QUICK if options.quick else shared.FULL
+    full = shared.FULL | {"sentences": TABLES[options.name].sentences}
+    sizes = shared.QUICK if options.quick else full
     for name, size in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, size)

@@ -82,6 +82,8 @@ def kinds(bench: Bench) -> dict[str, tuple[Drafting, int, str]]:
     for name, draft in bench.drafts.items():
         share = draft.num_parameters() / bench.target.num_parameters()
         found[f"model {name}"] = (by_model(draft), GAMMA, TINY if share < 0.05 else SMALLER)
+    for name, draft in bench.family.distilled.items():
+        found[f"model {name}"] = (by_model(draft), GAMMA, DISTILLED)
     if len(names) > 1:
         medium, small = bench.drafts[names[-1]], bench.drafts[names[0]]
         found[f"hierarchy {names[-1]} over {names[0]}"] = (
@@ -113,6 +115,7 @@ def make(bench: Bench) -> Result:
         }
 
     measured = by_temperature(bench, ways, TEMPERATURES)
+    taught = ", ".join(bench.family.distilled)
     for record in measured.records:
         drafting = every.get(record["way"])
         record["gamma"] = drafting[1] if drafting else 0
@@ -133,7 +136,12 @@ def make(bench: Bench) -> Result:
             "The article's ranges come without data, temperature or machine, for chat models of 1 "
             "to 70 billion parameters; which convention of acceptance they follow it does not say. "
             "A target that drafts with half of its layers needs to be trained for that, which this "
-            f"one was not. For a distilled draft it says {DISTILLED}: there is none here.",
+            "one was not. "
+            + (
+                f"Taught by the target: {taught}."
+                if taught
+                else f"For a distilled draft it says {DISTILLED}: none was trained here."
+            ),
             *MEANING,
         ],
         bars=measured.bars,

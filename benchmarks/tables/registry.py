@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
-from tables.shared import Bench, Result
+from tables.shared import FULL, Bench, Result
 
 
 class Entry(NamedTuple):
@@ -15,6 +15,7 @@ class Entry(NamedTuple):
     module: str
     shows: str
     trained: bool = True  # whether it needs the models of ``--task``
+    sentences: int = FULL["sentences"]  # by default
     make: str = "make"
 
 
@@ -38,9 +39,11 @@ FOLLOWERS = {
     "report2": Entry("tables.report2", "large and small at gamma 3 and 7 (the report's Table 2)"),
     "report4": Entry("tables.report4", "gamma by gradient ascent (the report's Table 4)"),
     "report5": Entry("tables.report5", "hierarchy of three models (the report's Table 5)"),
-    "kinds": Entry("tables.kinds", "draft kinds on one target (article 004)"),
+    "kinds": Entry("tables.kinds", "draft kinds on one target (article 004)", sentences=20),
     "copying": Entry("tables.copying", "aggressive and lookup drafts: bars (for correction)"),
-    "domains": Entry("tables.domains", "drafts of one domain on texts of another (article 004)"),
+    "domains": Entry(
+        "tables.domains", "drafts of one domain on texts of another (article 004)", sentences=30
+    ),
     "helps": Entry("tables.helps", "code, facts, free text: the shipped pair", trained=False),
 }
 TABLES = PAPER | FOLLOWERS

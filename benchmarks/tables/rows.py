@@ -13,12 +13,11 @@ from typing import Any
 
 from bench_generate import Run
 
-import specdec_ext
 from tables import quality
+from tables.costs import clocked
 from tables.decode import (
     PLAIN,
     Drafting,
-    Reading,
     Way,
     accepted_of_drafted,
     accepted_of_tested,
@@ -28,7 +27,6 @@ from tables.decode import (
     greedy_faults,
     merged,
     speedup,
-    start_ids,
     tokens_a_call,
     way,
 )
@@ -192,10 +190,8 @@ def plain_way(bench: Bench, temperature: float) -> Way:
     return way(bench, None, temperature=temperature)
 
 
-def cost_ratio(bench: Bench, draft: Callable[[Reading], Any], gamma: int = 3) -> float:
-    """Measure c: the time of a call of the draft in calls of the target on one token.
-
-    From a few sentences of the validation split, decoded greedily, encoders left out.
+def cost_ratio(bench: Bench, draft: Drafting, gamma: int = 3) -> float:
+    """Measure c on a few sentences of the validation split, decoded greedily, see `costs.clocked`.
 
     Parameters
     ----------
@@ -210,21 +206,9 @@ def cost_ratio(bench: Bench, draft: Callable[[Reading], Any], gamma: int = 3) ->
     -------
     float
     """
-    start, new = start_ids(bench.target), bench.options.tokens
-    drafting, target = [0.0, 0], [0.0, 0]
-    for turn, sentence in enumerate(bench.some("valid", 6)):
-        for drafter, phase, sums in ((draft, "draft", drafting), (None, "target", target)):
-            reading = Reading(sentence, bench.device)
-            counts = specdec_ext.generate(
-                reading.by(bench.target), None if drafter is None else drafter(reading), start,
-                gamma=gamma, max_new_tokens=new,
-            ).statistics  # fmt: skip
-            if turn:  # the first one warms up
-                sums[0] += counts.seconds[phase]
-                sums[1] += counts.draft_calls if phase == "draft" else counts.rounds
-    if not drafting[1] or not target[1]:
-        raise ValueError("c cannot be measured: the validation split has fewer than two sentences")
-    return (drafting[0] / drafting[1]) / (target[0] / target[1])
+    ways = {PLAIN: plain_way(bench, 0.0), "draft": speculative(bench, draft, gamma, 0.0)}
+    runs = decode(bench, ways, sentences=bench.some("valid", 5))
+    return clocked(runs[PLAIN], runs["draft"]).c
 
 
 def by_temperature(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import sys
 
 import pytest
-import torch
 from conftest import ROOT
 from tiny_family import make_family
 
@@ -60,7 +60,8 @@ def test_every_table_runs(name, folders, tmp_path, capsys):
     with (tmp_path / "found.csv").open() as lines:
         records = list(csv.DictReader(lines))
     assert len(records) > 1
-    assert any(float(record["speed"]) == 1 for record in records)  # plain decoding's
+    plain = [float(r["speed"]) for r in records if decode.PLAIN in (r.get("way"), r.get("draft"))]
+    assert plain == pytest.approx([1.0] * len(plain)) and plain
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -145,17 +146,17 @@ def test_cost_ratio(family, folders, monkeypatch):
     """2 ms a call of the draft, 8 ms one of the target; prefill and verification do not count."""
     bench = bench_of(family, folders, "report4", "--quick")
 
-    def generate(target, drafter, start, **options):
-        found = Statistics(3)
-        found.rounds, found.draft_calls = (10, 0) if drafter is None else (4, 12)
-        found.seconds |= {"prefill": 5.0, "draft": 0.002 * found.draft_calls, "verify": 1.0}
-        found.seconds["target"] = 0.008 * found.rounds
-        return torch.zeros(1, 1), found
+    def decode_(bench, ways, sentences):
+        assert sentences[0] in bench.some("valid", 99)
+        alone, drafted = counts(0, 0), counts(3, 1)
+        alone.rounds, drafted.rounds, drafted.draft_calls = 10, 4, 12
+        alone.seconds |= {"prefill": 5.0, "target": 0.08, "verify": 1.0}
+        drafted.seconds |= {"prefill": 5.0, "target": 0.08, "draft": 0.024, "verify": 1.0}
+        return {
+            name: [Run([[]], 9.0, one)] for name, one in zip(ways, (alone, drafted), strict=True)
+        }
 
-    class Generated(tuple):
-        statistics = property(lambda self: self[1])
-
-    monkeypatch.setattr(rows.specdec_ext, "generate", lambda *a, **k: Generated(generate(*a, **k)))
+    monkeypatch.setattr(rows, "decode", decode_)
     assert rows.cost_ratio(bench, decode.by_model(family.models["mini"])) == pytest.approx(0.25)
 
 
@@ -238,6 +239,12 @@ def test_kinds_draft_what_they_are_called(family, folders):
     }  # fmt: skip
 
 
+def test_models_taught_by_the_target_have_rows(family, folders):
+    told = dataclasses.replace(family, distilled={"mini-taught": family.models["mini"]})
+    every = kinds.kinds(bench_of(told, folders, "kinds", "--quick"))
+    assert every["model mini-taught"][2] == kinds.DISTILLED != every["model mini"][2]
+
+
 def test_domains_are_read(family, folders):
     bench = bench_of(family, folders, "domains", "--sentences", "10")
     found = domains.read_domains(bench)
@@ -275,7 +282,7 @@ def test_unseen_domains_are_named(family, folders, tmp_path):
     bench.options.data = tmp_path
     assert [d.seen for d in domains.read_domains(bench).values()] == [True, True]
     told = {**family.facts, "data": {**family.facts["data"], "permissive only": True}}
-    bench.family = type(family)(family.tokenizer, family.models, family.splits, told)
+    bench.family = dataclasses.replace(family, facts=told)
     seen = {name: domain.seen for name, domain in domains.read_domains(bench).items()}
     assert seen == {"pages": True, "dialogs": False}
 
