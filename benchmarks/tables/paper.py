@@ -70,9 +70,9 @@ LENIENT_GREEDY_SPEEDS = (3.3, 3.3, 3.9, 4.9)
 DRAFTS = ("T5-small", "T5-base", "T5-large")
 
 
-def task_of(folder_name: str) -> str:
-    """Return the paper's task that a task here stands beside."""
-    return "translation" if folder_name.startswith("translation") else "summarisation"
+def task_of(task: str) -> str:
+    """Return the paper's task that a task here stands beside; empty if there is none."""
+    return task if task in ("translation", "summarisation") else ""
 
 
 def beside(drafts: list[str]) -> dict[str, str]:
