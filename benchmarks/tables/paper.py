@@ -71,8 +71,9 @@ DRAFTS = ("T5-small", "T5-base", "T5-large")
 
 
 def task_of(task: str) -> str:
-    """Return the paper's task that a task here stands beside; empty if there is none."""
-    return task if task in ("translation", "summarisation") else ""
+    """Return the paper's task that a task's folder stands beside; empty if there is none."""
+    known = ("translation", "summarisation")
+    return next((name for name in known if task.startswith(name)), "")
 
 
 def beside(drafts: list[str]) -> dict[str, str]:
