@@ -107,6 +107,17 @@ def decode(
 ) -> dict[str, list[Run]]:  # fmt: skip
     """Decode every sentence in every way, by turns in a random order, as often as was asked for.
 
+    Parameters
+    ----------
+    bench : Bench
+        Its options say how often.
+    ways : mapping
+        Name to way; each is called once before anything counts.
+    seed : int, optional
+        Of the first sentence; by default the command line's.
+    sentences : sequence of Sentence, optional
+        What is decoded; by default the bench's.
+
     Returns
     -------
     dict

@@ -170,6 +170,18 @@ def rows_of(draft: Any) -> Rows:
     return rows
 
 
+def remembered(draft: Any) -> Rows:
+    """Return what gives a drafter's rows and computes those of a batch only once."""
+    rows, known = rows_of(draft), {}
+
+    def give(batch: Batch) -> Tensor:
+        if id(batch) not in known:
+            known[id(batch)] = batch, rows(batch)  # kept alive: its id is not used again
+        return known[id(batch)][1]
+
+    return give
+
+
 def rates(
     texts: Texts, draft: Any, rate: Rate = specdec_ext.acceptance, **filters: Any
 ) -> Iterator[Tensor]:
@@ -189,18 +201,17 @@ def rates(
     Yields
     ------
     Tensor
-        ``[T]`` float64, one for each text.
+        ``[T]`` float64 (or what the rate gives a row), one for each text.
     """
     rows = rows_of(draft)
     for batch in texts.batches:
-        logits = rows(batch)
-        for number, length in enumerate(batch.lengths):
-            found = rate(
-                batch.target_logits[number, :length], logits[number, :length], **filters
-            ).double()
-            if bool(found.isnan().any()):
-                raise ValueError(f"rates: a row without a law, or filters out of range: {filters}")
-            yield found
+        lengths = torch.tensor(batch.lengths, device=batch.decoder_ids.device)
+        places = torch.arange(batch.decoder_ids.shape[1], device=lengths.device)
+        inside = places < lengths[:, None]
+        found = rate(batch.target_logits[inside], rows(batch)[inside], **filters).double()
+        if bool(found.isnan().any()):
+            raise ValueError(f"rates: a row without a law, or filters out of range: {filters}")
+        yield from found.split(batch.lengths)
 
 
 def alpha_of(

@@ -70,9 +70,10 @@ LENIENT_GREEDY_SPEEDS = (3.3, 3.3, 3.9, 4.9)
 DRAFTS = ("T5-small", "T5-base", "T5-large")
 
 
-def task_of(folder_name: str) -> str:
-    """Return the paper's task that a task here stands beside."""
-    return "translation" if folder_name.startswith("translation") else "summarisation"
+def task_of(task: str) -> str:
+    """Return the paper's task that a task's folder stands beside; empty if there is none."""
+    known = ("translation", "summarisation")
+    return next((name for name in known if task.startswith(name)), "")
 
 
 def beside(drafts: list[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 from common import markdown_table, write_record
 from torch import Tensor
 
-from specdec_ext.theory import Estimate
+from specdec_ext.theory import Estimate, ratio
 
 # Unless the command line says otherwise: sentences of the test split to decode, new tokens of each
 # at most, and tokens that the target generates where acceptance is measured on its text.
@@ -154,8 +154,6 @@ def with_estimate(key: str, estimate: Estimate) -> dict[str, float]:
 
 def estimate_over(groups: Sequence[Tensor]) -> Estimate:
     """Estimate the mean of observations ``[T_b]`` that come from independent sentences."""
-    from specdec_ext.theory import ratio
-
     sums = torch.tensor([float(group.sum()) for group in groups], dtype=torch.float64)
     return ratio(sums, torch.tensor([len(group) for group in groups]))
 
@@ -187,7 +185,8 @@ def write_result(stem: Path, facts: Mapping[str, Any], result: Result) -> list[P
         for record in result.records
     ]
     said = ", ".join(f"{name} {value}" for name, value in facts.items())
-    write_record(stem, facts, records, f"{result.text()}\n\n{said}.")
+    checked = {"bars": result.bars, "faults": result.faults}
+    write_record(stem, {**facts, **checked}, records, f"{result.text()}\n\n{said}.")
     written = [stem.with_suffix(suffix) for suffix in (".json", ".csv", ".md")]
     if result.draw is not None:
         import matplotlib

@@ -5,13 +5,14 @@ Leviathan et al., arXiv 2211.17192, section 4.2, says so of T = 0 and 1.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import specdec_ext
-from tables.forced import alpha_of, forced_texts
+from tables.forced import alpha_of, forced_texts, remembered
 from tables.shared import Bench, Column, Result, with_estimate
 
 TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
@@ -56,6 +57,7 @@ def make(bench: Bench) -> Result:
     """Measure every draft under every setting."""
     tokens = -(-bench.options.text_tokens // SHARE)
     same = forced_texts(bench, 1.0, tokens=tokens)
+    at_1 = {name: remembered(model) for name, model in bench.drafts.items()}
     records = []
     for filters in settings():
         texts = forced_texts(bench, tokens=tokens, **filters)
@@ -64,15 +66,31 @@ def make(bench: Bench) -> Result:
             records.append(
                 {**filters, "draft": name, "tokens": texts.total, "largest": sharp.mean}
                 | with_estimate("alpha", alpha_of(texts, model, **filters))
-                | with_estimate("alpha_same", alpha_of(same, model, **filters))
+                | with_estimate("alpha_same", alpha_of(same, at_1[name], **filters))
             )
+    bars = [remark(records, name) for name in bench.drafts]
     return Result(
         f"alpha over temperature and top-p: {bench.task}, target {bench.target_name}",
         COLUMNS,
         records,
         NOTES,
+        bars,
         draw=lambda pyplot: draw(pyplot, records),
     )
+
+
+def remark(records: list[dict[str, Any]], draft: str) -> str:
+    """Say in a line whether alpha is higher at T = 0 than at T = 1, as in the paper."""
+    cold, warm = (
+        next(r for r in records if (r["draft"], r["temperature"], r["top_p"]) == (draft, t, 1.0))
+        for t in (0.0, 1.0)
+    )
+    difference = cold["alpha"] - warm["alpha"]
+    error = math.hypot(cold["alpha_se"], warm["alpha_se"])
+    found = "the same within two standard errors"
+    if abs(difference) > 2 * error:
+        found = "higher, as in the paper" if difference > 0 else "lower, unlike in the paper"
+    return f"{draft}: alpha at T = 0 less that at T = 1 is {difference:+.3f} ({error:.3f}): {found}"
 
 
 def draw(pyplot: Any, records: list[dict[str, Any]]) -> Any:

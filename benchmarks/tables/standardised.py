@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-import specdec_ext
 from tables.decode import (
     PLAIN,
     accepted_of_tested,
@@ -21,8 +18,8 @@ from tables.decode import (
     tokens_a_call,
     way,
 )
-from tables.forced import alpha_of, forced_texts
-from tables.shared import Bench, Column, Result, with_estimate
+from tables.forced import Texts, forced_texts, rates, remembered
+from tables.shared import Bench, Column, Result, estimate_over, with_estimate
 
 TARGETS = (1.0, 0.5, 0.0)
 # Of the draft: its temperature, by the target's, then top-p at the target's own temperature.
@@ -86,29 +83,23 @@ def is_same(record: dict[str, Any]) -> bool:
     return record["draft_temperature"] == record["temperature"] and record["draft_top_p"] == 1
 
 
-def measured(texts: Any, name: str, model: Any, temperature: float) -> list[dict[str, Any]]:
+def measured(texts: Texts, name: str, model: Any, temperature: float) -> list[dict[str, Any]]:
     """Measure alpha under every law of a draft."""
     laws = [(t, 1.0) for t in TEMPERATURES[temperature]]
     if temperature > 0:
         laws += [(temperature, top_p) for top_p in TOP_PS]
-    records = []
+    rows, records = remembered(model), []
+    alike = list(rates(texts, rows, temperature=temperature))
     for draft_temperature, draft_top_p in laws:
         law = {"draft_temperature": draft_temperature, "draft_top_p": draft_top_p}
-        filters = {"temperature": temperature, **law}
+        found = list(rates(texts, rows, temperature=temperature, **law))
+        gains = [new - old for new, old in zip(found, alike, strict=True)]
         records.append(
             {"temperature": temperature, "draft": name, **law}
-            | with_estimate("alpha", alpha_of(texts, model, **filters))
-            | with_estimate("gain", alpha_of(texts, model, gain, **filters))
+            | with_estimate("alpha", estimate_over(found))
+            | with_estimate("gain", estimate_over(gains))
         )
     return records
-
-
-def gain(
-    target_logits: Tensor, draft_logits: Tensor, *, temperature: float, **law: float
-) -> Tensor:
-    """Return sum min(p, q) less what it is where the draft is adjusted as the target, ``[R]``."""
-    found = specdec_ext.acceptance(target_logits, draft_logits, temperature=temperature, **law)
-    return found - specdec_ext.acceptance(target_logits, draft_logits, temperature=temperature)
 
 
 def decoded(

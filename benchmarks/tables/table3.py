@@ -30,7 +30,8 @@ NOTES = [
     "alpha is E[sum min(p, q)] (Corollary 3.6) over the tokens of text that the target generated "
     "with the same sampling; both laws are sampled alike. Standard errors over sentences. At T = 0 "
     "it is the share of places where both models' likeliest token is the same, which `same arg "
-    "max` says of the other texts.",
+    "max` says of the other texts. The other convention, accepted / tested while decoding, is in "
+    "`table2`.",
     "n-gram models are counted on the training split's targets, smoothed as "
     "`specdec_ext.decoding.NgramDrafter`; the paper does not say how its own were.",
     "The paper's rows for a GPT-like model on lm1b and for LaMDA on dialogues have no counterpart: "

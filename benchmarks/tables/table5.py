@@ -20,7 +20,7 @@ from tables.decode import (
     tokens_a_call,
     way,
 )
-from tables.forced import Texts, alpha_of, forced_texts, rates
+from tables.forced import Texts, alpha_of, forced_texts, rates, remembered
 from tables.ngrams import ngrams_of
 from tables.shared import Bench, Column, Result, estimate_over, with_estimate
 
@@ -67,7 +67,8 @@ def make(bench: Bench) -> Result:
     others = {"unigram": "unigram", "bigram": "bigram", **paper.beside(list(bench.drafts))}
     records, worst = [], 0.0
     texts = forced_texts(bench, 1.0, tokens=bench.options.text_tokens)
-    for name, draft in drafts.items():
+    for name, given in drafts.items():
+        draft = remembered(given)
         known = paper.LENIENT.get(others.get(name, ""))
         for k, lenience in enumerate(paper.LENIENCES):
             rate = partial(theory.lenient_acceptance, lenience=lenience)
@@ -148,7 +149,8 @@ def greedy_records(bench: Bench, drafts: dict[str, Any]) -> list[dict[str, Any]]
     texts = forced_texts(bench, 0.0, tokens=bench.options.text_tokens)
     translates = paper.task_of(bench.task) == "translation"
     records = []
-    for name, draft in drafts.items():
+    for name, given in drafts.items():
+        draft = remembered(given)
         other = paper.beside(list(bench.drafts)).get(name)
         for k, lenience in enumerate(paper.LENIENCES):
             record = {"temperature": 0.0, "draft": name, "lenience": lenience}

@@ -155,6 +155,35 @@ def test_wrong_greedy_output_is_found(family, tmp_path):
     assert not faults and decode.greedy_bar(runs, faults, ties).endswith("PASS")
 
 
+def changed(run, place, token):
+    """A run whose text has another token at a place."""
+    tokens = list(run.tokens[0])
+    tokens[place] = token
+    return run._replace(tokens=[tokens])
+
+
+@pytest.mark.thorough
+def test_ties_are_told_from_faults(family, tmp_path):
+    model = copy.deepcopy(family.models["more"])
+    twins = Family(None, {"tiny": family.models["tiny"], "more": model}, {}, family.splits, {})
+    bench = bench_of(twins, tmp_path, "table2", "--quick")
+    run = decode.way(bench, None)(bench.sentences[0], 0)
+    place = next(k for k, t in enumerate(run.tokens[0]) if 1 < k and t > 1)
+    token, other = run.tokens[0][place], 13  # 13 is in no text
+    with torch.no_grad():  # the output layer is the embedding: the two tokens always tie
+        model.shared.weight[other] = model.shared.weight[token]
+    runs = {decode.PLAIN: [run], "twin": [changed(run, place, other)]}
+    faults, ties = decode.greedy_faults(bench, runs, bench.sentences[:1])
+    assert not faults and len(ties) == 1 and f"at token {place}" in ties[0]
+    third = 2 if token != 2 else 3
+    runs["twin"] = [changed(run, place, third)]
+    faults, ties = decode.greedy_faults(bench, runs, bench.sentences[:1])
+    assert len(faults) == 1 and not ties
+    runs["twin"] = [run._replace(tokens=[run.tokens[0][:place]])]  # it ended too early
+    faults, ties = decode.greedy_faults(bench, runs, bench.sentences[:1])
+    assert len(faults) == 1 and not ties
+
+
 def test_faults_give_exit_code_1(monkeypatch, tmp_path, capsys):
     result = shared.Result("A", [shared.Column("a", "a")], [{"a": 0.5, "a_se": 0.25}], faults=["x"])
     monkeypatch.setattr(command, "maker", lambda name: lambda bench: result)

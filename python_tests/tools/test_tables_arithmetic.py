@@ -14,12 +14,11 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from bench_generate import Run  # noqa: E402
-from tables import costs, decode, expected, paper, table5  # noqa: E402
-from tables.forced import Batch  # noqa: E402
+from tables import costs, decode, expected, paper, standardised, table5  # noqa: E402
+from tables.forced import Batch, Texts  # noqa: E402
 from tables.independence import autocorrelation  # noqa: E402
 from tables.ngrams import Ngrams  # noqa: E402
 from tables.sharpness import largest  # noqa: E402
-from tables.standardised import gain  # noqa: E402
 
 import specdec_ext  # noqa: E402
 from specdec_ext import theory  # noqa: E402
@@ -173,11 +172,19 @@ def test_lenient_greedy_acceptance():
 
 def test_laws_of_drafts_adjusted_otherwise():
     p, q = random_laws(4, 6, seed=2).float().log()
-    assert gain(p, q, temperature=0.7, draft_temperature=0.7, draft_top_p=1.0).tolist() == [0.0] * 4
-    sharper = gain(p, q, temperature=1.0, draft_temperature=0.5, draft_top_p=1.0)
-    law = (q / 0.5).softmax(-1)
-    wanted = torch.minimum(p.exp(), law).sum(-1) - torch.minimum(p.exp(), q.exp()).sum(-1)
-    assert sharper == pytest.approx(wanted, abs=1e-6)
+    batch = Batch(torch.empty(0), torch.empty(0), torch.zeros(2, 2), [2, 1], p.reshape(2, 2, 6))
+    texts = Texts([batch], [[0, 0], [0]])
+    records = standardised.measured(texts, "d", lambda batch: q.reshape(2, 2, 6), 1.0)
+    alike, kept = torch.minimum(p.exp(), q.exp()).sum(-1), [0, 1, 2]  # the last place is padding
+    for record in records:
+        if record["draft_top_p"] == 1:
+            law = (q / record["draft_temperature"]).softmax(-1)
+            wanted = torch.minimum(p.exp(), law).sum(-1)
+            assert record["alpha"] == pytest.approx(float(wanted[kept].mean()), abs=1e-6)
+            gain = float((wanted - alike)[kept].mean())
+            assert record["gain"] == pytest.approx(gain, abs=1e-6)
+    (same,) = [record for record in records if standardised.is_same(record)]
+    assert (same["gain"], same["gain_se"]) == (0.0, 0.0)
     assert largest(p, q, temperature=1.0) == pytest.approx(p.exp().amax(-1), abs=1e-6)
     cold = (p / 0.5).softmax(-1).amax(-1)
     assert largest(p, q, temperature=0.5) == pytest.approx(cold, abs=1e-6)
