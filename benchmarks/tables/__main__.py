@@ -5,7 +5,7 @@
     python benchmarks/tables NAME --quick             # does it run?
 
 Needs models of `python benchmarks/pair/seq2seq`, in ``--task``. Writes .csv, .json, .md and .png to
-benchmarks/results, with ``--quick`` only where ``--record`` names the files. Exit code 1 where
+benchmarks/results/tables, with ``--quick`` only where ``--record`` names the files. Exit code 1 where
 output of a lossless rule is not plain decoding's.
 """
 
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--record", help="file name, without suffix (default: NAME-DEVICE-DATE)")
-    parser.add_argument("--output", type=Path, default=common.RESULTS)
+    parser.add_argument("--output", type=Path, default=common.RESULTS / "tables", help="folder")
     options = parser.parse_args(arguments)
     options.data = options.data or common.ROOT / "build" / "tasks" / options.task.name
     full = shared.FULL | {"sentences": TABLES[options.name].sentences}
