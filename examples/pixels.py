@@ -4,11 +4,11 @@
 
 Leviathan et al. (arXiv 2211.17192, section 6) ask whether their method works on images; nothing in
 verification knows what tokens stand for. Here a token is a grey level, and a picture 16 x 16 of
-them, row by row, after the digit that it shows. The target is a GPT-2 of a few small layers,
+them, row by row, after the digit that it shows. The target is a Llama of a few small layers,
 trained on digits that are drawn here, stroke by stroke, askew and with noise: about a minute on one
-core, once (it is kept in ``build/``). The draft is a table, counted on the same digits: the law of a
-pixel given five neighbours above and to the left. `specdec_ext.generate` runs them as it runs
-models of text.
+core, once (it is kept in ``build/``). The draft is a table, counted on the same digits: the law of
+a pixel given five neighbours above and to the left. `specdec_ext.generate` runs them as it runs
+models of text, and verification is `torch.ops.specdec.verify`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec_ext
 from specdec_ext.decoding import Draft
@@ -91,7 +91,7 @@ def draw(digits, size, generator):
     nearest = begin + along.clamp(0, 1)[..., None] * line
     distance = (pixels - nearest).norm(dim=-1).amin(1)  # [n, P], to the nearest line
     ink = (1 - distance + between(0.4, 0.9)[:, 0] * size / 16).clamp(0, 1) * between(0.75, 1)[:, 0]
-    ink += 0.04 * torch.randn(ink.shape, generator=generator)
+    ink += 0.02 * torch.randn(ink.shape, generator=generator)
     top = len(GREYS) - 1
     return torch.cat([digits[:, None], (ink * top).round().clamp(0, top).long()], 1)
 
@@ -135,22 +135,18 @@ def write_png(path, pixels, zoom=8):
 
 
 def new_target(settings):
-    """Make a GPT-2 over greys whose positions know their row and their column."""
-    size, width = settings.size, settings.width
+    """Make a small Llama whose tokens are greys."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            **dict(vocab_size=len(GREYS), n_positions=size**2 + 1, n_embd=width),
-            **dict(n_layer=settings.layers, n_head=width // 16, tie_word_embeddings=False),
-            **dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-            **dict(bos_token_id=None, eos_token_id=None, pad_token_id=0),
+    width = settings.width
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **dict(vocab_size=len(GREYS), hidden_size=width, intermediate_size=2 * width),
+            **dict(num_hidden_layers=settings.layers, num_attention_heads=width // 16),
+            **dict(max_position_embeddings=settings.size**2 + 1),
+            **dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
+            **dict(bos_token_id=None, eos_token_id=None),
         )
     )
-    rows, columns = 0.3 * torch.randn(2, size, width)
-    with torch.no_grad():
-        model.transformer.wte.weight.normal_(0, 0.3)
-        model.transformer.wpe.weight[1:] = (rows[:, None] + columns).flatten(0, 1)
-    return model
 
 
 def train_target(settings):

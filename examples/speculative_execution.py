@@ -302,7 +302,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     size, steps, runs, repeats = options.size, options.steps, 50_000, 9
     if options.quick:
-        size, steps, runs, repeats = min(size, 21), min(steps, 40), 10_000, 3
+        size, steps, runs, repeats = min(size, 21), min(steps, 40), 20_000, 3
     torch.set_num_threads(1)  # so small are the lattices
 
     growth = grow_by_rounds(spark(size), steps, torch.tensor([options.seed]), options.gamma)
