@@ -26,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec_ext
-from specdec_ext.decoding import Draft
+from specdec_ext.decoding import Draft, Statistics
 
 GREYS = " .:-=+*#%@"  # a token is one of these, or, at a picture's beginning, its digit
 CACHE = Path(__file__).resolve().parents[1] / "build"
@@ -235,7 +235,8 @@ class NeighbourDrafter:
         """Draw pixel after pixel. They cost so little that ``go_on`` is not asked."""
         self.positions, rows = positions, []
         slots = self.slots(gamma)
-        for i, at in enumerate(slots.split(1, 1)):
+        for i in range(gamma):
+            at = slots[:, i : i + 1]
             rows.append(self.logits[self.neighbours(self.texts, at)[:, 0]])
             self.texts.scatter_(1, at, self.requests.draw(rows[i], positions, i)[:, None])
         if not rows:
@@ -272,29 +273,43 @@ def models(settings, cache=CACHE):
     return target, NeighbourDrafter(settings.size, kept["draft"])
 
 
-def decode(target, drafter, settings, digits, **options):
-    """Generate a picture of each digit, one by one; give texts, statistics, CPU seconds, marks."""
-    texts, marks, statistics, seconds = [], [], None, 0.0
-    for digit in digits:
-        flags = []
-        begin = time.process_time()
-        result = specdec_ext.generate(
-            target, drafter, torch.tensor([[digit]]), max_new_tokens=settings.size**2,
-            eos_token_id=(), on_round=lambda bursts: flags.extend(bursts[0].flags), **options,
-        )  # fmt: skip
-        seconds += time.process_time() - begin
-        texts.append(result.sequences[0])
-        marks.append(torch.tensor(flags))
-        statistics = result.statistics if statistics is None else statistics + result.statistics
-    return torch.stack(texts), statistics, seconds, torch.stack(marks)
+class Picture(NamedTuple):
+    """A text [1 + size * size], whether each pixel is an accepted draft token, what it took."""
+
+    text: torch.Tensor
+    guessed: torch.Tensor
+    statistics: Statistics
+    seconds: float
 
 
-def compare(target, drafter, settings, temperature, gamma, digits):
-    """Decode with and without the draft; give a record, the pictures and who drew which pixel."""
-    options = {"temperature": temperature, "seeds": 0, "gamma": gamma}
-    plain, _, slow, _ = decode(target, None, settings, digits, **options)
-    texts, counts, fast, marks = decode(target, drafter, settings, digits, **options)
-    pixels = texts[:, 1:].numel()
+def decode(target, drafter, settings, digit, **options):
+    """Generate a picture; time it by the clock of this process, which others do not slow down."""
+    guessed = []
+    begin = time.process_time()
+    texts, statistics = specdec_ext.generate(
+        target,
+        drafter,
+        torch.tensor([[digit]]),
+        max_new_tokens=settings.size**2,
+        seeds=digit,
+        eos_token_id=(),
+        on_round=lambda bursts: guessed.extend(bursts[0].flags),
+        **options,
+    )
+    seconds = time.process_time() - begin
+    return Picture(texts[0], torch.tensor(guessed), statistics, seconds)
+
+
+def compare(target, drafter, settings, temperature, gamma):
+    """Decode the ten digits with a draft and without; give a record and the pictures."""
+    pictures, plain = [], []
+    for digit in range(10):  # by turns
+        options = {"temperature": temperature, "gamma": gamma}
+        pictures.append(decode(target, drafter, settings, digit, **options))
+        plain.append(decode(target, None, settings, digit, **options))
+    counts = sum((picture.statistics for picture in pictures[1:]), pictures[0].statistics)
+    fast, slow = (sum(picture.seconds for picture in those) for those in (pictures, plain))
+    pixels = 10 * settings.size**2
     record = {
         "temperature": temperature,
         "tokens a target call": counts.tokens_per_target_call,
@@ -304,8 +319,9 @@ def compare(target, drafter, settings, temperature, gamma, digits):
         "times as fast": slow / fast,
     }
     if temperature == 0:
-        record["pictures as without"] = sum(map(torch.equal, plain, texts))
-    return record, texts, marks
+        same = [torch.equal(a.text, b.text) for a, b in zip(pictures, plain, strict=True)]
+        record["pictures as without"] = sum(same)
+    return record, pictures
 
 
 def main(argv=None):
@@ -321,20 +337,16 @@ def main(argv=None):
     torch.set_num_threads(1)  # so small are the models
     target, drafter = models(settings, options.cache)
 
-    digits, size = range(10), settings.size
-    records = []
-    for temperature in (options.temperature, 0.0):
-        record, texts, marks = compare(
-            target, drafter, settings, temperature, options.gamma, digits
-        )
-        records.append(record)
-        if temperature == options.temperature:
-            print(side_by_side([as_text(text[1:], size) for text in texts]))
-            print("\nThe same; o: pixels that the target had to draw itself")
-            print(side_by_side([as_marks(mark, size) for mark in marks]))
-            if options.png:
-                rows = [torch.cat([*t[:, 1:].view(-1, size, size)], 1) for t in texts.split(5)]
-                write_png(options.png, torch.cat(rows))
+    record, pictures = compare(target, drafter, settings, options.temperature, options.gamma)
+    size = settings.size
+    print(side_by_side([as_text(picture.text[1:], size) for picture in pictures]))
+    print("\nThe same; o: pixels that the target had to draw itself")
+    print(side_by_side([as_marks(picture.guessed, size) for picture in pictures]))
+    if options.png:
+        squares = torch.stack([picture.text[1:].view(size, size) for picture in pictures])
+        write_png(options.png, squares.view(2, 5, size, size).transpose(1, 2).reshape(2 * size, -1))
+    print()
+    records = [record, compare(target, drafter, settings, 0.0, options.gamma)[0]]
     for record in records:
         print(", ".join(f"{name} {value:.3g}" for name, value in record.items()))
     return 0
