@@ -10,11 +10,11 @@ let speculative sampling keep y or replace it. What comes out has the law f(x) a
 Here x is a figure of discharge channels on a lattice, y the site where it grows next, drawn with
 probability proportional to the electric potential there to the power ETA (the dielectric breakdown
 model: Niemeyer, Pietronero, Wiesmann, Physical Review Letters 52, 1984). f solves Laplace's
-equation around the figure: many sweeps over the lattice, one after the other, in which several
-figures at once take little longer than one. g is the next step: f again, of the figure with y. f*
-is one sweep over the potential that f found before. So a round draws GAMMA sites by f*, has f solve
-for all the figures along the way in one batch, and one call of `torch.ops.specdec.verify` says how
-many of the sites stay, and draws one more.
+equation around the figure: many sweeps over the lattice, one after the other, which are too small
+to fill a processor, so that several figures at once take little longer than one. g is the next
+step: f again, of the figure with y. f* is one sweep over the potential that f found before. So a
+round draws GAMMA sites by f*, has f solve for all the figures along the way in one batch, and one
+call of `torch.ops.specdec.verify` says how many of the sites stay, and draws one more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import specdec_ext
 from specdec_ext import theory
 from specdec_ext.testing import joint_law
 
-ETA = 2.0  # 1 gives bushes, 4 hardly branches
+ETA = 2.0  # the larger, the fewer branches
 GUESS_SWEEPS = 1
 PLANTED = "guesses kept unverified"
 ALPHA = 1e-6  # a p-value under this is no chance
@@ -304,6 +304,9 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="less of everything: a few seconds")
     options = parser.parse_args(argv)
+    for name, low in (("gamma", 1), ("size", 3), ("steps", 1)):
+        if getattr(options, name) < low:
+            parser.error(f"--{name} must be at least {low}, got {getattr(options, name)}")
     size, steps, runs, repeats = options.size, options.steps, 50_000, 9
     if options.quick:
         size, steps, runs, repeats = min(size, 21), min(steps, 40), 20_000, 3
