@@ -1,9 +1,9 @@
 """Speculative decoding of pictures: a small autoregressive model of digits, pixel by pixel.
 
-    python examples/pixels.py [--gamma 5] [--temperature 1.0] [--png digits.png] [--quick]
+    python examples/pixels.py [--gamma 5] [--temperature 0.8] [--png digits.png] [--quick]
 
 Leviathan et al. (arXiv 2211.17192, section 6) ask whether their method works on images; nothing in
-verification knows what tokens stand for. Here a token is a grey level, and a picture 16 x 16 of
+verification knows what tokens stand for. Here a token is a grey level, and a picture 12 x 12 of
 them, row by row, after the digit that it shows. The target is a Llama of a few small layers,
 trained on digits that are drawn here, stroke by stroke, askew and with noise: about a minute on one
 core, once (it is kept in ``build/``). The draft is a table, counted on the same digits: the law of
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+import os
 import struct
 import time
 import zlib
@@ -54,9 +55,9 @@ class Settings(NamedTuple):
     counted: int  # pictures for the draft
 
 
-FULL = Settings(size=16, width=64, layers=4, steps=600, counted=20_000)
-QUICK = Settings(size=8, width=32, layers=2, steps=60, counted=2_000)
-BATCH, RATE = 8, 5e-3
+FULL = Settings(size=12, width=48, layers=3, steps=2_000, counted=5_000)
+QUICK = Settings(size=8, width=32, layers=2, steps=60, counted=1_000)
+BATCH, RATE = 8, 8e-3
 
 
 # --- pictures -------------------------------------------------------------------------------------
@@ -143,7 +144,6 @@ def new_target(settings):
             **dict(vocab_size=len(GREYS), hidden_size=width, intermediate_size=2 * width),
             **dict(num_hidden_layers=settings.layers, num_attention_heads=width // 16),
             **dict(max_position_embeddings=settings.size**2 + 1),
-            **dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
             **dict(bos_token_id=None, eos_token_id=None),
         )
     )
@@ -165,7 +165,7 @@ def train_target(settings):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 50 == 49:
+        if step % 500 == 499 or step == settings.steps - 1:
             print(f"  step {step + 1} of {settings.steps}: {loss.item():.3f} nats a pixel")
     return model.eval()
 
@@ -262,11 +262,14 @@ def models(settings, cache=CACHE):
     path = cache / f"pixels-{hashlib.sha256(made_by).hexdigest()[:12]}.pt"
     if not path.exists():
         print(f"Training the target ({path} will keep it)")
-        digits = torch.arange(settings.counted) % 10
-        texts = draw(digits, settings.size, torch.Generator().manual_seed(2))
+        generator, digits = torch.Generator().manual_seed(2), torch.arange(100) % 10
+        hundreds = range(settings.counted // 100)
+        texts = torch.cat([draw(digits, settings.size, generator) for _ in hundreds])
         state = train_target(settings).state_dict()
         cache.mkdir(parents=True, exist_ok=True)
-        torch.save({"target": state, "draft": count(texts, settings.size, len(GREYS))}, path)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        torch.save({"target": state, "draft": count(texts, settings.size, len(GREYS))}, unfinished)
+        unfinished.replace(path)
     kept = torch.load(path)
     target = new_target(settings).eval()
     target.load_state_dict(kept["target"])
@@ -328,7 +331,7 @@ def main(argv=None):
     """Decode the ten digits, with a draft and without, at a temperature and at 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gamma", type=int, default=5, help="draft tokens a round")
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--png", help="a file for the pictures")
     parser.add_argument("--cache", type=Path, default=CACHE, help="a folder for what was trained")
     parser.add_argument("--quick", action="store_true", help="smaller pictures and models, seconds")

@@ -156,3 +156,12 @@ def test_a_test_without_power_is_no_test(example, capsys, monkeypatch):
     monkeypatch.setattr(example, "keep_unverified", torch.ops.specdec.verify)
     assert example.main(["--quick", "--steps=4"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argument", ["--gamma=0", "--size=2", "--steps=0"])
+def test_what_is_out_of_range_is_said(example, capsys, argument):
+    with pytest.raises(SystemExit) as stopped:
+        example.main([argument])
+    assert stopped.value.code == 2
+    name, value = argument.split("=")
+    assert f"{name} must be at least {int(value) + 1}, got {value}" in capsys.readouterr().err
