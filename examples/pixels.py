@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import math
 import os
 import struct
@@ -177,24 +178,23 @@ class Neighbours:
     """Numbers what stands around a pixel: left and above finely, three others coarsely."""
 
     def __init__(self, size, greys):
-        row, column = torch.arange(size**2 + 1) // size, torch.arange(size**2 + 1) % size
+        pixel = torch.arange(size**2 + 1)
+        row, column = pixel // size, pixel % size
         left, above, right = column > 0, row > 0, column < size - 1
-        # By the slot of a text, whose slot 0 is no pixel: where its neighbours are, and whether.
-        self.slots = torch.arange(1, size**2 + 2)[:, None] - torch.tensor(
-            [1, size, size + 1, size - 1, 2]
-        )
+        # Where they are in a text, whose slot 0 is no pixel, and whether they are in the picture.
+        back = torch.tensor([1, size, size + 1, size - 1, 2])
+        self.slots = (pixel[:, None] + 1 - back).clamp(min=0)
         self.inside = torch.stack([left, above, left & above, right & above, column > 1], 1)
-        self.slots = self.slots.clamp(min=0)
-        self.greys, self.coarse = greys, min(4, greys)
-        self.contexts = greys**2 * self.coarse**3
+        coarse = min(4, greys)
+        self.shades = torch.tensor([greys, greys, coarse, coarse, coarse])
+        self.radix = torch.tensor([greys * coarse**3, coarse**3, coarse**2, coarse, 1])
+        self.greys, self.contexts = greys, greys**2 * coarse**3
 
     def __call__(self, texts, at):
         """Give the context [B, n] of slots ``at`` [B, n] of texts [B, ...]: a row of the table."""
-        slots, inside = self.slots[at - 1], self.inside[at - 1]  # [B, n, 5]
-        found = texts.gather(1, slots.flatten(1)).view_as(slots) * inside
-        found[..., 2:] = found[..., 2:] * self.coarse // self.greys
-        radix = [self.greys * self.coarse**3, self.coarse**3, self.coarse**2, self.coarse, 1]
-        return (found * torch.tensor(radix)).sum(-1)
+        slots = self.slots[at - 1]  # [B, n, 5]
+        found = texts.gather(1, slots.flatten(1)).view_as(slots) * self.inside[at - 1]
+        return (found * self.shades // self.greys * self.radix).sum(-1)
 
 
 def count(texts, size, greys):
@@ -215,10 +215,8 @@ class NeighbourDrafter:
     calls = 0  # of a model
 
     def __init__(self, size, logits):
-        self.logits, self.last = (
-            logits,
-            size**2 + 1,
-        )  # a slot behind the pixels, for what overshoots
+        self.logits = logits
+        self.last = size**2 + 1  # a slot behind the pixels, for what overshoots
         self.neighbours = Neighbours(size, logits.shape[1])
 
     def start(self, requests):
@@ -258,8 +256,9 @@ class NeighbourDrafter:
 
 def models(settings, cache=CACHE):
     """Train the target and count the draft, or take those that were kept; give both."""
-    made_by = Path(__file__).read_bytes() + repr(settings).encode()
-    path = cache / f"pixels-{hashlib.sha256(made_by).hexdigest()[:12]}.pt"
+    code = (segments, draw, new_target, train_target, count, Neighbours.__init__)
+    made_by = repr((settings, GREYS, STROKES, BATCH, RATE, *map(inspect.getsource, code)))
+    path = cache / f"pixels-{hashlib.sha256(made_by.encode()).hexdigest()[:12]}.pt"
     if not path.exists():
         print(f"Training the target ({path} will keep it)")
         generator, digits = torch.Generator().manual_seed(2), torch.arange(100) % 10
