@@ -6,7 +6,7 @@ Leviathan et al. (arXiv 2211.17192, section 6) ask whether their method works on
 verification knows what tokens stand for. Here a token is a grey level, and a picture 12 x 12 of
 them, row by row, after the digit that it shows. The target is a Llama of a few small layers,
 trained on digits that are drawn here, stroke by stroke, askew and with noise: about a minute on one
-core, once (it is kept in ``build/``). The draft is a table, counted on the same digits: the law of
+core, once (it is kept in `build`). The draft is a table, counted on the same digits: the law of
 a pixel given five neighbours above and to the left. `specdec_ext.generate` runs them as it runs
 models of text, and verification is `torch.ops.specdec.verify`.
 """
@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import math
 import os
+import statistics
 import struct
 import time
 import zlib
@@ -145,6 +146,8 @@ def new_target(settings):
             **dict(vocab_size=len(GREYS), hidden_size=width, intermediate_size=2 * width),
             **dict(num_hidden_layers=settings.layers, num_attention_heads=width // 16),
             **dict(max_position_embeddings=settings.size**2 + 1),
+            # Short waves: to find the pixel above, a dozen tokens back, is soon learnt.
+            **dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
             **dict(bos_token_id=None, eos_token_id=None),
         )
     )
@@ -155,6 +158,7 @@ def train_target(settings):
     model = new_target(settings).train()
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    losses = []
     for step in range(settings.steps):
         fallen = 0.5 + 0.5 * math.cos(math.pi * step / settings.steps)
         for group in optimizer.param_groups:
@@ -166,8 +170,10 @@ def train_target(settings):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        losses.append(loss.item())
         if step % 500 == 499 or step == settings.steps - 1:
-            print(f"  step {step + 1} of {settings.steps}: {loss.item():.3f} nats a pixel")
+            recent = statistics.mean(losses[-100:])
+            print(f"  step {step + 1} of {settings.steps}: {recent:.3f} nats a pixel")
     return model.eval()
 
 
@@ -276,42 +282,48 @@ def models(settings, cache=CACHE):
 
 
 class Picture(NamedTuple):
-    """A text [1 + size * size], whether each pixel is an accepted draft token, what it took."""
+    """A text [1 + size * size], which new pixels are accepted draft tokens, what it took."""
 
     text: torch.Tensor
     guessed: torch.Tensor
-    statistics: Statistics
+    counts: Statistics
     seconds: float
 
 
-def decode(target, drafter, settings, digit, **options):
-    """Generate a picture; time it by the clock of this process, which others do not slow down."""
+def decode(target, drafter, settings, given, **options):
+    """Go on from a text; time it by the clock of this process, which others do not slow down."""
     guessed = []
     begin = time.process_time()
-    texts, statistics = specdec_ext.generate(
+    texts, counts = specdec_ext.generate(
         target,
         drafter,
-        torch.tensor([[digit]]),
-        max_new_tokens=settings.size**2,
-        seeds=digit,
+        given[None],
+        max_new_tokens=1 + settings.size**2 - len(given),
         eos_token_id=(),
         on_round=lambda bursts: guessed.extend(bursts[0].flags),
         **options,
     )
     seconds = time.process_time() - begin
-    return Picture(texts[0], torch.tensor(guessed), statistics, seconds)
+    return Picture(texts[0], torch.tensor(guessed), counts, seconds)
 
 
 def compare(target, drafter, settings, temperature, gamma):
-    """Decode the ten digits with a draft and without; give a record and the pictures."""
+    """Decode ten digits with a draft and without; give a record and the pictures.
+
+    At temperature 0 the upper halves of drawn digits are given: the likeliest picture of all is an
+    empty one, since no pixel is the likeliest place for a stroke to begin.
+    """
+    size, greedy = settings.size, temperature == 0
+    drawn = draw(torch.arange(10), size, torch.Generator().manual_seed(3))
     pictures, plain = [], []
-    for digit in range(10):  # by turns
-        options = {"temperature": temperature, "gamma": gamma}
-        pictures.append(decode(target, drafter, settings, digit, **options))
-        plain.append(decode(target, None, settings, digit, **options))
-    counts = sum((picture.statistics for picture in pictures[1:]), pictures[0].statistics)
+    for digit, text in enumerate(drawn):
+        given = text[: 1 + (size // 2 * size if greedy else 0)]
+        options = {"temperature": temperature, "gamma": gamma, "seeds": digit}
+        for model, those in ((drafter, pictures), (None, plain)):  # by turns
+            those.append(decode(target, model, settings, given, **options))
+    counts = sum((picture.counts for picture in pictures[1:]), pictures[0].counts)
     fast, slow = (sum(picture.seconds for picture in those) for those in (pictures, plain))
-    pixels = 10 * settings.size**2
+    pixels = sum(len(picture.guessed) for picture in pictures)
     record = {
         "temperature": temperature,
         "tokens a target call": counts.tokens_per_target_call,
@@ -320,7 +332,7 @@ def compare(target, drafter, settings, temperature, gamma):
         "without a draft": slow / pixels * 1e3,
         "times as fast": slow / fast,
     }
-    if temperature == 0:
+    if greedy:
         same = [torch.equal(a.text, b.text) for a, b in zip(pictures, plain, strict=True)]
         record["pictures as without"] = sum(same)
     return record, pictures
@@ -347,10 +359,11 @@ def main(argv=None):
     if options.png:
         squares = torch.stack([picture.text[1:].view(size, size) for picture in pictures])
         write_png(options.png, squares.view(2, 5, size, size).transpose(1, 2).reshape(2 * size, -1))
-    print()
-    records = [record, compare(target, drafter, settings, 0.0, options.gamma)[0]]
-    for record in records:
-        print(", ".join(f"{name} {value:.3g}" for name, value in record.items()))
+    greedy_record, pictures = compare(target, drafter, settings, 0.0, options.gamma)
+    print("\nThe lower halves greedily, where the upper ones are given")
+    print(side_by_side([as_text(picture.text[1:], size) for picture in pictures]))
+    for each in (record, greedy_record):
+        print("\n" + ", ".join(f"{name} {value:.3g}" for name, value in each.items()))
     return 0
 
 
