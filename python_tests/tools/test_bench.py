@@ -243,6 +243,8 @@ def test_markdown_table():
         "| a         | 1.0 |",
         "| long name |  22 |",
     ]
+    narrow = common.markdown_table(["n", "T"], [["a", "1"]])  # a rule needs a dash
+    assert narrow.splitlines() == ["| n  |  T |", "| -- | -: |", "| a  |  1 |"]
 
 
 def test_csv_takes_the_columns_of_all_records(tmp_path):
