@@ -5,8 +5,8 @@
     python benchmarks/tables NAME --quick             # does it run?
 
 Needs models of `python benchmarks/pair/seq2seq`, in ``--task``. Writes .csv, .json, .md and .png to
-benchmarks/results/tables, with ``--quick`` only where ``--record`` names the files. Exit code 1 where
-output of a lossless rule is not plain decoding's.
+benchmarks/results/tables, with ``--quick`` only where ``--record`` names the files. Exit code 1
+where output of a lossless rule is not plain decoding's.
 """
 
 from __future__ import annotations

@@ -288,19 +288,20 @@ def test_unseen_domains_are_named(family, folders, tmp_path):
 
 
 def test_own_and_other_domain():
-    """Means over pairs of domains, of counts that are known."""
+    """Means over pairs of domains that something was learnt from, of counts that are known."""
 
     def runs(accepted):
         return [Run([[]], 1.0, counts(4, accepted))] * 2
 
-    drafting = {("n", "a"): None, ("n", "b"): None, ("m", domains.GENERAL): None}
-    names = {key: f"{key[0]} {key[1]}" for key in drafting}
+    learnt = [("n", "a"), ("n", "b"), ("m", "a"), ("m", domains.GENERAL)]
+    names = {key: " ".join(key) for key in learnt}
     measured = {
-        "a": rows.Measured({"n a": runs(3), "n b": runs(1), names["m", domains.GENERAL]: []}, []),
-        "b": rows.Measured({"n a": runs(0), "n b": runs(2), names["m", domains.GENERAL]: []}, []),
+        origin: rows.Measured({"n a": runs(first), "n b": runs(second)}, [])
+        for origin, first, second in (("a", 3, 1), ("b", 0, 2), ("c", 4, 4))
     }
-    said = domains._comparison(measured, drafting, names, "n", ["a", "b"])
-    assert "3.50 tokens a call on texts of its own" in said and "1.50 on those" in said
+    said = domains._comparison(measured, names, "n")
+    assert "3.50 tokens a call on texts of the domain that it learnt from, 1.50 on those" in said
+    assert said.endswith("means over a, b.")
 
 
 # ---- the shipped pair ----------------------------------------------------------------------------
