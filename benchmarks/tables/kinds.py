@@ -94,6 +94,8 @@ def kinds(bench: Bench) -> dict[str, tuple[Drafting, int, str]]:
     for part in sorted({max(layers // 4, 1), max(layers // 2, 1)}):
         said = HALF if part == layers // 2 else ""
         found[f"early exit, {part} of {layers} layers"] = (early_exit(bench, part), GAMMA, said)
+    if not names:
+        return found
     found[f"lookup, else {names[0]}"] = (
         several(bench, StackedDrafter, names[:1]), GAMMA, "",
     )  # fmt: skip
