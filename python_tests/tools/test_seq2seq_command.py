@@ -77,7 +77,7 @@ def test_the_command(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def family():
-    shape = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 1}
+    shape = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 2}
     models = {
         name: build_model(shape, 40, 0.1, seed).eval()
         for seed, name in enumerate(("mini", "small", "large"))

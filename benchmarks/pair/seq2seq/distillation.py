@@ -12,11 +12,20 @@ import sys
 
 import torch
 from tqdm import tqdm
-from transformers import T5ForConditionalGeneration
+from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
 
 from pair.seq2seq.data import BUCKETS, EOS_ID, Pairs, batch_of, in_order
 
 ROWS = 32
+
+
+def growing_cache() -> EncoderDecoderCache:
+    """Return an empty cache for ``generate``, which grows to as many layers as the decoder has.
+
+    The one that transformers makes has as many as the *encoder*: it asks a T5 configuration for
+    ``num_hidden_layers``, and a deeper decoder runs out of its list.
+    """
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
 
 def write_targets(model: T5ForConditionalGeneration, pairs: Pairs) -> list[list[int]]:
@@ -33,6 +42,7 @@ def write_targets(model: T5ForConditionalGeneration, pairs: Pairs) -> list[list[
                 attention_mask=batch.mask,
                 max_new_tokens=BUCKETS[-1],
                 do_sample=False,
+                past_key_values=growing_cache(),
             )
             for row, tokens in zip(rows, found[:, 1:].tolist(), strict=True):
                 end = tokens.index(EOS_ID) + 1 if EOS_ID in tokens else len(tokens)
