@@ -90,10 +90,10 @@ def aggressive_bar(bench: Bench, measured: Measured) -> str:
 
 def lookup_bars(measured: Measured) -> list[str]:
     """Say for each number of tokens whether our lookup emits at least as many a call."""
-    own = {record["way"]: record["tokens_a_call"] for record in measured.records}
+    own = {record["way"]: record for record in measured.records}
     lines = []
     for gamma in GAMMAS:
-        mine, other = own[ours(gamma)], own[theirs(gamma)]
+        mine, other = (own[name(gamma)]["tokens_a_call"] for name in (ours, theirs))
         verdict = "PASS" if mine >= other else "FAIL"
         lines.append(
             f"lookup with the source, {gamma} tokens: {mine:.3f} tokens a call, transformers' "

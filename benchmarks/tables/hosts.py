@@ -159,10 +159,14 @@ def as_run(decoded: Decoded) -> Run:
 
 
 def way(model: Any, new: int, **options: Any) -> Way:
-    """Return greedy decoding (or that of ``options``) by transformers, as a way to decode."""
+    """Return greedy decoding (or that of ``options``) by transformers, as a way to decode.
+
+    Beams have no tokens a call: their calls go on behind the end of the text that is chosen.
+    """
 
     def run(sentence: Sentence, seed: int) -> Run:
-        return as_run(decode(model, sentence.source, new, **options))
+        found = as_run(decode(model, sentence.source, new, **options))
+        return found._replace(statistics=None) if "num_beams" in options else found
 
     return run
 

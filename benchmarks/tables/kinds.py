@@ -17,7 +17,7 @@ from specdec_ext.decoding import (
 from tables.decode import PLAIN, Drafting, Reading, Way, by_model
 from tables.rows import (
     COLUMNS,
-    MEANING,
+    COUNTS,
     by_temperature,
     cost_ratio,
     plain_way,
@@ -27,16 +27,23 @@ from tables.rows import (
 from tables.shared import Bench, Column, Result
 
 GAMMA, COPIED, INNER, TEMPERATURES = 4, 10, 2, (0.0, 1.0)
-TEXTS = 4000  # of the training split, that n-grams are counted in
+TEXTS, QUICK_TEXTS = 4000, 8  # of the training split, that n-grams are counted in
 
 # What the article calls typical of a kind, with the models that it names.
 SMALLER, DISTILLED, HALF = "75 to 85 % (8B for 70B)", "85 to 95 %", "70 to 80 %"
 TINY = "60 to 75 % (1B for 70B)"
 
 
+def counted_texts(bench: Bench) -> list[list[int]]:
+    """Return the texts that n-grams are counted in."""
+    number = QUICK_TEXTS if bench.options.quick else TEXTS
+    targets: list[list[int]] = bench.family.splits["train"].some(number).targets
+    return targets
+
+
 def ngrams(bench: Bench, orders: tuple[int, ...]) -> dict[int, Drafting]:
     """Return drafts by n-gram models counted in texts of the training split, by order."""
-    texts = bench.family.splits["train"].some(8 if bench.options.quick else TEXTS).targets
+    texts = counted_texts(bench)
     vocabulary = bench.target.config.vocab_size
     models = {order: NgramDrafter(vocabulary, order, texts=texts) for order in orders}
     return {order: lambda reading, model=model: model for order, model in models.items()}
@@ -94,6 +101,8 @@ def kinds(bench: Bench) -> dict[str, tuple[Drafting, int, str]]:
     for part in sorted({max(layers // 4, 1), max(layers // 2, 1)}):
         said = HALF if part == layers // 2 else ""
         found[f"early exit, {part} of {layers} layers"] = (early_exit(bench, part), GAMMA, said)
+    if not names:
+        return found
     found[f"lookup, else {names[0]}"] = (
         several(bench, StackedDrafter, names[:1]), GAMMA, "",
     )  # fmt: skip
@@ -130,9 +139,9 @@ def make(bench: Bench) -> Result:
         ],
         measured.records,
         notes=[
-            f"n-gram models are counted in {min(TEXTS, len(bench.family.splits['train']))} texts "
-            "of the training split and in the text itself. Lookup and aggressive drafts are "
-            "copies, tested as point masses. The bandit is told the models' measured costs.",
+            f"n-gram models are counted in {len(counted_texts(bench))} texts of the training split "
+            "and in the text itself. Lookup and aggressive drafts are copies, tested as point "
+            "masses. The bandit is told the models' measured costs.",
             "The article's ranges come without data, temperature or machine, for chat models of 1 "
             "to 70 billion parameters; which convention of acceptance they follow it does not say. "
             "A target that drafts with half of its layers needs to be trained for that, which this "
@@ -142,7 +151,7 @@ def make(bench: Bench) -> Result:
                 if taught
                 else f"For a distilled draft it says {DISTILLED}: none was trained here."
             ),
-            *MEANING,
+            *COUNTS,
         ],
         bars=measured.bars,
         faults=measured.faults,

@@ -173,16 +173,14 @@ def measure(
     return found
 
 
-def model_way(bench: Bench, draft: Any, gamma: Any, temperature: float, **options: Any) -> Way:
+def model_way(bench: Bench, draft: Any, gamma: Any, temperature: float) -> Way:
     """Return speculative decoding with a smaller model and the report's rule, Algorithm 1."""
-    return speculative(bench, by_model(draft), gamma, temperature, **options)
+    return speculative(bench, by_model(draft), gamma, temperature)
 
 
-def speculative(
-    bench: Bench, draft: Drafting | None, gamma: Any, temperature: float, **options: Any
-) -> Way:
+def speculative(bench: Bench, draft: Drafting, gamma: Any, temperature: float) -> Way:
     """Return speculative decoding with the rule of Leviathan et al.'s Algorithm 1."""
-    return way(bench, draft, gamma=gamma, temperature=temperature, rule="token", **options)
+    return way(bench, draft, gamma=gamma, temperature=temperature, rule="token")
 
 
 def plain_way(bench: Bench, temperature: float) -> Way:

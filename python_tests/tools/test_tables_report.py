@@ -239,6 +239,13 @@ def test_kinds_draft_what_they_are_called(family, folders):
     }  # fmt: skip
 
 
+def test_kinds_of_a_target_alone(family, folders):
+    alone = dataclasses.replace(family, models={"large": family.models["large"]})
+    every = kinds.kinds(bench_of(alone, folders, "kinds", "--quick"))
+    assert "aggressive" in every and "early exit, 1 of 2 layers" in every
+    assert not any("model" in name for name in every)
+
+
 def test_models_taught_by_the_target_have_rows(family, folders):
     told = dataclasses.replace(family, distilled={"mini-taught": family.models["mini"]})
     every = kinds.kinds(bench_of(told, folders, "kinds", "--quick"))
