@@ -32,7 +32,7 @@ endif
 NATIVE := $(READY)-native
 
 .PHONY: demo test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor \
-  wheels test-wheels test-hub test-vllm bench-vllm clean FORCE
+  wheels test-wheels test-hub environments test-vllm bench-vllm clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
@@ -181,6 +181,10 @@ test-hub: $(NATIVE) $(HUB_ENV)/ready
 	$(PY) setup.py --quiet hub
 	for where in alone beside; do \
 	  OMP_NUM_THREADS=1 $(HUB_ENV)/bin/python python_tests/helpers/hub.py build/hub $$where || exit 1; done
+
+# What these jobs install: .ci/run fetches it while other jobs compile.
+environments: $(TRANSFORMERS)/ready $(TRITON)/ready $(TORCH_FLOOR_ENV)/ready $(TORCH_ENV)/ready \
+  $(HUB_ENV)/ready
 
 # ---- inside vLLM ---------------------------------------------------------------------------------
 
