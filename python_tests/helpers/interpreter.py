@@ -6,6 +6,7 @@ What it computes stays as it is, bit for bit; without this file the tests pass a
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,7 @@ def share_block_types(interpreter: Any) -> None:
     block_type.__init__ = init
 
 
+@cache
 def speed_up() -> None:
     """Halve the time of tests; nothing else depends on it."""
     from triton.runtime import interpreter
