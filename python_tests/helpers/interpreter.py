@@ -86,7 +86,7 @@ def share_block_types(interpreter: Any) -> None:
 
 @cache
 def speed_up() -> None:
-    """Halve the time of tests; nothing else depends on it."""
+    """Take three quarters off what tests take in it; nothing else depends on this."""
     from triton.runtime import interpreter
 
     patch_once_a_launch(interpreter)
