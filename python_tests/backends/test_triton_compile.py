@@ -158,7 +158,8 @@ if "every kernel" in extents:
     operators.compact_kv(*[torch.zeros(2, 99, 8, 64, dtype=bf16)] * 2, parents, seeds, seeds)
     attend(64, 128, bf16)
 if "shards" in extents:
-    verify_part("token", filters=False, packed=True, allowed_mask=True, draft="probs", kinds="mixed")
+    mixed = dict(draft="probs", kinds="mixed")
+    verify_part("token", filters=False, packed=True, allowed_mask=True, **mixed)
     verify_part("typical", draft="none", dtype=f16, bounds=(0, 4096, 8192, 9001))
     verify_part("top_beta", draft="probs", layout="padded", bounds=(0, 0, 5000, 9001))
     verify_part("coupled", philox=True, dtype=bf16, raw_logprobs=True)

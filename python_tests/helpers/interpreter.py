@@ -1,6 +1,6 @@
 """Makes Triton's interpreter faster, which tests without a GPU run kernels in.
 
-What it computes stays as it is, bit for bit; without this file the tests pass as well.
+What it computes stays as it is, bit for bit.
 """
 
 from __future__ import annotations
