@@ -24,6 +24,11 @@ import common  # noqa: E402
 import pixels  # noqa: E402
 import speculative_execution as sparks  # noqa: E402
 
+PREDICTED = (
+    "What the theorem predicts from alpha and c, first as it stands, where f takes as long for all "
+    "guesses as for\none, then with the time that it takes:"
+)
+
 
 def time_sparks(gammas: Sequence[int], quick: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """Test the spark's law, then time it; give records and lines for the reader."""
@@ -38,7 +43,17 @@ def time_sparks(gammas: Sequence[int], quick: bool) -> tuple[list[dict[str, Any]
         theorems.append({"example": "spark", "gamma": gamma, "way": "predicted", **theorem})
     about = f"A spark of {steps} sites on {size} x {size}, medians of {repeats} sparks."
     law = "p-values of the law: " + ", ".join(f"{name} {p:.2g}" for name, p in p_values.items())
-    return records + theorems, [about, "", law, "", table(records), "", table(theorems)]
+    return records + theorems, [
+        about,
+        "",
+        law,
+        "",
+        table(records),
+        "",
+        PREDICTED,
+        "",
+        table(theorems),
+    ]
 
 
 def time_pictures(

@@ -153,7 +153,9 @@ def grow_by_rounds(figures, steps, seeds, gamma, rule="block", verify=torch.ops.
         guesses, laws, along = propose(field, figures, gamma, **where)
         fields = solve(along.flatten(0, 1))  # f, and g of every guess, at once
         logits = growth_logits(fields, along.flatten(0, 1)).unflatten(0, (runs, gamma + 1))
-        drawn, kept, *_ = verify(logits, guesses, laws, rule=rule, **where)
+        drawn, kept, _, _, status = verify(logits, guesses, laws, rule=rule, **where)
+        if bool(status.any()):
+            raise RuntimeError(f"verification gave status {status.unique().tolist()}, expected 0")
 
         kept = kept.long()
         slots = (count[:, None] + torch.arange(gamma + 1)).masked_fill(drawn < 0, steps)
@@ -203,7 +205,7 @@ def keep_unverified(logits, guesses, laws, *, seeds, positions, rule):
     """Be the mistake that the test has to find: keep every guess, whatever f says."""
     last = specdec_ext.sample(logits[:, -1], seeds=seeds, positions=positions, domain=1).tokens
     kept = torch.full((len(guesses),), guesses.shape[1], dtype=torch.int32)
-    return torch.cat([guesses, last[:, None]], 1), kept
+    return torch.cat([guesses, last[:, None]], 1), kept, None, None, torch.zeros_like(kept)
 
 
 def check_law(size=5, steps=3, runs=50_000, gamma=2, seed=0):
@@ -310,6 +312,11 @@ def main(argv=None):
     size, steps, runs, repeats = options.size, options.steps, 50_000, 9
     if options.quick:
         size, steps, runs, repeats = min(size, 21), min(steps, 40), 20_000, 3
+    room = size**2 // 4  # what grows beyond is mostly shut in by what did before
+    if steps + options.gamma > room:
+        parser.error(
+            f"--steps and --gamma must be at most {room} together, on {size} x {size} sites"
+        )
     torch.set_num_threads(1)  # so small are the lattices
 
     growth = grow_by_rounds(spark(size), steps, torch.tensor([options.seed]), options.gamma)

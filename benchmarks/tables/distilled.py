@@ -20,7 +20,7 @@ from tables.decode import (
     tokens_a_call,
     way,
 )
-from tables.forced import Texts, alpha_of, forced_texts, rates
+from tables.forced import Rows, Texts, alpha_of, forced_texts, rates, remembered
 from tables.shared import Bench, Column, Result, estimate_over, with_estimate
 
 GAMMA = 5
@@ -73,13 +73,14 @@ def make(bench: Bench) -> Result:
             faults, ties = greedy_faults(bench, runs)
             bars.append(greedy_bar(runs, faults, ties))
         number, own_records = len(bench.sentences), {}
-        for name, model in drafts.items():
+        rows = {name: remembered(model) for name, model in drafts.items()}
+        for name in drafts:
             own = runs[name]
             tested = accepted_of_tested(own, number)
             c = clocked(runs[PLAIN], own).c
             own_records[name] = (
                 {"temperature": temperature, "draft": name}
-                | with_estimate("alpha", alpha_of(texts, model, temperature=temperature))
+                | with_estimate("alpha", alpha_of(texts, rows[name], temperature=temperature))
                 | with_estimate("accepted_of_tested", tested)
                 | with_estimate("tokens_a_call", tokens_a_call(own, number))
                 | with_estimate("speedup", speedup(runs[PLAIN], own, number))
@@ -91,7 +92,7 @@ def make(bench: Bench) -> Result:
                 "loss": facts["options"]["loss"],
                 "minutes": facts["seconds"] / 60,
                 "start": start,
-            } | gain(texts, drafts[name], drafts[start], temperature)
+            } | gain(texts, rows[name], rows[start], temperature)
         records += own_records.values()
     return Result(
         f"Drafts taught by their target: {bench.task}, target {bench.target_name}",
@@ -99,7 +100,7 @@ def make(bench: Bench) -> Result:
     )  # fmt: skip
 
 
-def gain(texts: Texts, draft: Any, start: Any, temperature: float) -> dict[str, float]:
+def gain(texts: Texts, draft: Rows, start: Rows, temperature: float) -> dict[str, float]:
     """Estimate how much alpha grew, with the standard error of the difference."""
     after = rates(texts, draft, temperature=temperature)
     before = rates(texts, start, temperature=temperature)

@@ -65,10 +65,11 @@ def make(bench: Bench) -> Result:
         for name, model in bench.drafts.items():
             records += measured(texts, name, model, temperature)
         own = [r for r in records if r["draft"] == smallest and r["temperature"] == temperature]
-        tried = [max(own, key=lambda r: r["alpha"])]
-        if temperature == 0:  # identical texts are the harder to come by the worse the draft is
-            tried.append(max(own, key=lambda r: r["draft_temperature"]))
-        tried += [r for r in own if is_same(r) and r not in tried]
+        best = max(own, key=lambda r: r["alpha"])
+        hottest = max(own, key=lambda r: r["draft_temperature"])
+        # At T = 0 the texts must be plain decoding's: the worse the draft, the more that says.
+        wanted = [best, hottest] if temperature == 0 else [best]
+        tried = [r for r in own if r in wanted or is_same(r)]
         wrong, lines = decoded(bench, smallest, temperature, tried)
         faults += wrong
         bars += lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tables import paper
-from tables.forced import alpha_of, forced_texts
+from tables.forced import alpha_of, forced_texts, remembered
 from tables.ngrams import ngrams_of
 from tables.shared import Bench, Column, Result, with_estimate
 
@@ -48,7 +48,8 @@ def make(bench: Bench) -> Result:
     records = []
     for sampling, (filters, place) in SAMPLING.items():
         texts = forced_texts(bench, tokens=bench.options.text_tokens, **filters)
-        for name, draft in drafts.items():
+        for name, given in drafts.items():
+            draft = remembered(given)
             known = paper.ALPHAS.get((paper.task_of(bench.task), others.get(name, "")))
             records.append(
                 {"sampling": sampling, "draft": name, "tokens": texts.total}

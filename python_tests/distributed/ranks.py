@@ -305,7 +305,8 @@ def compare(
     """Compare `verify_sharded` with `verify` in cases ``first``, ``first + 1``, ..., or others."""
     if way != "cpu":
         sys.path.insert(0, str(ROOT / "python_tests" / "helpers"))
-        import_module("backends")  # makes Triton's interpreter faster
+    if way == "triton":
+        import_module("interpreter").speed_up()
     rank, wrong, seen = dist.get_rank(), [], Counter()
     group_of = groups()
     run, whole, device = WAYS[way]

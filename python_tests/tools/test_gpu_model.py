@@ -563,9 +563,12 @@ def test_blocks_of_the_kernels_leave_what_the_stand_in_leaves():
         pytest.skip("no nvcc, or no cuobjdump")
     source = launches.common.ROOT / "csrc" / "cuda" / cases.CHAINS
     sources = launches.Sources([source], LATENCIES)
-    for case in cases.CASES:
-        if case.source != cases.CHAINS or not case.name.startswith("B 1 "):
-            continue
+    # Both drafters and both rules, once each.
+    wanted = {"B 1 deterministic, token", "B 1 dense, block"}
+    chosen = [case for case in cases.CASES if case.name in wanted]
+    assert len(chosen) == len(wanted)
+    for case in chosen:
+        assert case.source == cases.CHAINS
         call = case.make(20_000)
         stand_in = launches.StandIn(H200)
         operator = getattr(stand_in.operators, call.operator)

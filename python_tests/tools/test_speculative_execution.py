@@ -165,3 +165,17 @@ def test_what_is_out_of_range_is_said(example, capsys, argument):
     assert stopped.value.code == 2
     name, value = argument.split("=")
     assert f"{name} must be at least {int(value) + 1}, got {value}" in capsys.readouterr().err
+
+
+def test_a_full_lattice_is_said(example, capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--size=9", "--steps=15", "--gamma=6"])
+    assert "must be at most 20 together" in capsys.readouterr().err
+
+
+def test_a_row_without_a_law_is_said(example):
+    def broken(logits, *arguments, **options):
+        return torch.ops.specdec.verify(logits * torch.nan, *arguments, **options)
+
+    with pytest.raises(RuntimeError, match=r"status \[1\], expected 0"):
+        example.grow_by_rounds(example.spark(9), 3, torch.tensor([0]), 2, verify=broken)
