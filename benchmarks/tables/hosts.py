@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from bench_generate import Run
+from pair.seq2seq.distillation import growing_cache
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.candidate_generator import (
     CandidateGenerator,
     PromptLookupCandidateGenerator,
@@ -58,9 +58,6 @@ def counted(model: Any) -> Iterator[_Counter]:
 def decode(model: Any, source: Sequence[int], new: int, **options: Any) -> Decoded:
     """Decode one source by ``model.generate``.
 
-    Caches are given: those that ``generate`` makes for T5 have as many layers as its encoder, and
-    a deeper decoder ends in an IndexError there (transformers 5.23).
-
     Parameters
     ----------
     model : T5ForConditionalGeneration
@@ -81,7 +78,7 @@ def decode(model: Any, source: Sequence[int], new: int, **options: Any) -> Decod
         begin = time.perf_counter()
         written = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-            past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()), **options,
+            past_key_values=growing_cache(), **options,
         )  # fmt: skip
         seconds = time.perf_counter() - begin
     return Decoded(_new_tokens(written[0], model.generation_config), counter.calls, seconds)

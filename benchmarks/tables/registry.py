@@ -39,10 +39,10 @@ FOLLOWERS = {
     "report2": Entry("tables.report2", "large and small at gamma 3 and 7 (the report's Table 2)"),
     "report4": Entry("tables.report4", "gamma by gradient ascent (the report's Table 4)"),
     "report5": Entry("tables.report5", "hierarchy of three models (the report's Table 5)"),
-    "kinds": Entry("tables.kinds", "draft kinds on one target (article 004)", sentences=20),
+    "kinds": Entry("tables.kinds", "draft kinds on one target (article 004)", sentences=16),
     "copying": Entry("tables.copying", "aggressive and lookup drafts: bars (for correction)"),
     "domains": Entry(
-        "tables.domains", "drafts of one domain on texts of another (article 004)", sentences=30
+        "tables.domains", "drafts of one domain on texts of another (article 004)", sentences=24
     ),
     "helps": Entry("tables.helps", "code, facts, free text: the shipped pair", trained=False),
 }
