@@ -32,7 +32,7 @@ endif
 NATIVE := $(READY)-native
 
 .PHONY: demo test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor \
-  wheels test-wheels test-hub test-vllm bench-vllm clean FORCE
+  wheels test-wheels test-hub environments test-vllm bench-vllm clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
@@ -61,8 +61,11 @@ $(NATIVE): $(READY) CMakeLists.txt $(wildcard csrc/*/CMakeLists.txt) $(SOURCES) 
 
 # ---- jobs ----------------------------------------------------------------------------------------
 
-# One torch thread per worker: on two cores, two workers end sooner than two threads.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8
+# One torch thread per worker: on two cores, two workers end sooner than two threads. A worker takes
+# tests that stand together, so that what a file makes for its tests is made once, and gives half of
+# what it has left to one that has none.
+IN_PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(IN_PARALLEL)
 
 # A choice of the cases: see --representative in python_tests/conftest.py.
 test: $(NATIVE)
@@ -117,7 +120,7 @@ $(TRANSFORMERS)/ready: $(READY)
 MODELS := alpha generate_* drafters_* hf probe encoder_decoder* recurrent* assisted_law
 
 test-floor: $(NATIVE) $(TRANSFORMERS)/ready
-	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q -n auto --maxprocesses 8 --representative \
+	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q $(IN_PARALLEL) --representative \
 	  $(wildcard $(MODELS:%=python_tests/generation/test_%.py))
 
 $(TRITON)/ready: $(READY)
@@ -126,7 +129,7 @@ $(TRITON)/ready: $(READY)
 	@touch $@
 
 triton-floor: $(NATIVE) $(TRITON)/ready
-	PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 \
+	PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 $(PY) -m pytest -q $(IN_PARALLEL) \
 	  python_tests/backends/test_triton_compile.py -k cuda-90
 
 torch-floor: $(READY)
@@ -178,6 +181,10 @@ test-hub: $(NATIVE) $(HUB_ENV)/ready
 	$(PY) setup.py --quiet hub
 	for where in alone beside; do \
 	  OMP_NUM_THREADS=1 $(HUB_ENV)/bin/python python_tests/helpers/hub.py build/hub $$where || exit 1; done
+
+# What these jobs install: .ci/run fetches it while other jobs compile.
+environments: $(TRANSFORMERS)/ready $(TRITON)/ready $(TORCH_FLOOR_ENV)/ready $(TORCH_ENV)/ready \
+  $(HUB_ENV)/ready
 
 # ---- inside vLLM ---------------------------------------------------------------------------------
 

@@ -171,12 +171,36 @@ def measure(
     some, ids, mask = groups[0]
     first = {name: contestant(ids, mask, options.seed) for name, contestant in playing.items()}
     wrong = faults(pair, first, some) if setting.temperature == 0 else {}
-    order = random.Random(options.seed)
-    runs: dict[str, list[Run]] = {name: [] for name in playing if name not in wrong}
-    for number, (_, ids, mask) in enumerate(groups * options.repeats):
+    staying = {name: playing[name] for name in playing if name not in wrong}
+    inputs = [(ids, mask) for _, ids, mask in groups * options.repeats]
+    return by_turns(staying, inputs, options.seed), wrong
+
+
+def by_turns(
+    playing: Mapping[str, Callable[..., Run]], inputs: Sequence[tuple[Any, ...]], seed: int
+) -> dict[str, list[Run]]:
+    """Run everybody on every input, in an order drawn anew for each; the last argument is a seed.
+
+    Parameters
+    ----------
+    playing : mapping
+        Name to contestant.
+    inputs : sequence of tuple
+        What contestants are called with; input number i has the seed ``seed + i``.
+    seed : int
+        Of the inputs, and of the orders.
+
+    Returns
+    -------
+    dict
+        Name to one run an input.
+    """
+    order = random.Random(seed)
+    runs: dict[str, list[Run]] = {name: [] for name in playing}
+    for number, given in enumerate(inputs):
         for name in order.sample(list(runs), len(runs)):
-            runs[name].append(playing[name](ids, mask, options.seed + number))
-    return runs, wrong
+            runs[name].append(playing[name](*given, seed + number))
+    return runs
 
 
 # ---- results -------------------------------------------------------------------------------------

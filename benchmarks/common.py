@@ -222,7 +222,8 @@ def wait_until_calm(share: float, patience: float) -> None:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table for a README: the first column to the left, the others to the right."""
-    widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
+    # Of one character no rule with a colon can be made: "-:" is the shortest.
+    widths = [max(2, *(len(r[i]) for r in (header, *rows))) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
         padded = [cells[0].ljust(widths[0])]

@@ -52,7 +52,7 @@ constexpr char sample[] =
 // Chain verification: draft tokens and raw logits in, tokens to emit out.
 constexpr char verify[] = "(" VERIFY_ARGUMENTS ") -> " VERIFY_OUTPUTS;
 
-// The same on one of several ranks that hold parts of the vocabulary (specdec_ext/distributed.py).
+// The same on one of several ranks that hold parts of the vocabulary (specdec_ext/distributed).
 constexpr char verify_sharded[] =
     "_verify_sharded(" VERIFY_ARGUMENTS
     ", Tensor? target_tail=None, Tensor? draft_tail=None, Tensor bounds, int rank, "

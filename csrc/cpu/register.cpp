@@ -83,7 +83,7 @@ void run(const Call& call) {
 
 // ---- several ranks ---
 
-// Python's side of an exchange (specdec_ext/distributed.py) keeps what went wrong there, and gives
+// Python's side of an exchange (specdec_ext/distributed) keeps what went wrong there, and gives
 // back a tensor of another size.
 Tensor exchange(const Ranks& ranks, const Tensor& mine, int64_t expected) {
   const int64_t name = *static_cast<const int64_t*>(ranks.context);

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import specdec_ext
-from specdec_ext import distributed
-from specdec_ext.distributed import TILE, even_bounds, verify_sharded
+from specdec_ext.distributed import TILE, even_bounds, sharded, verify_sharded
+from specdec_ext.distributed.exchange import Exchange
 from specdec_ext.testing import VerifyCase, make_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,7 +269,7 @@ def sharded_on_triton(
     names = inspect.signature(verify_sharded).parameters
     defaults = {n: p.default for n, p in names.items() if n not in ("group", "vocab_start")}
     given = {**defaults, "draft_token_ids": None, "draft_probs_ids": None, **inputs}
-    return distributed._verify(given, vocab_start, group, on_triton=True)
+    return sharded._verify(given, vocab_start, group, on_triton=True)
 
 
 def whole_on_triton(**inputs: Any) -> specdec_ext.VerifyResult:
@@ -305,7 +305,8 @@ def compare(
     """Compare `verify_sharded` with `verify` in cases ``first``, ``first + 1``, ..., or others."""
     if way != "cpu":
         sys.path.insert(0, str(ROOT / "python_tests" / "helpers"))
-        import_module("backends")  # makes Triton's interpreter faster
+    if way == "triton":
+        import_module("interpreter").speed_up()
     rank, wrong, seen = dist.get_rank(), [], Counter()
     group_of = groups()
     run, whole, device = WAYS[way]
@@ -350,7 +351,7 @@ def broken(control: str) -> Iterator[None]:
         yield
         return
     name, replacement = CONTROLS[control]
-    target = distributed._Exchange if name in ("gather", "swap") else distributed
+    target = Exchange if name in ("gather", "swap") else sharded
     original = getattr(target, name)
     setattr(target, name, replacement(original))
     try:
@@ -396,7 +397,7 @@ def _one_off(original: Any) -> Any:
 
 #: Mistakes by their names: what is replaced, and by what.
 CONTROLS = {
-    "a border tile in the wrong order": ("_tails", _in_wrong_order),
+    "a border tile in the wrong order": ("complete_tiles", _in_wrong_order),
     "a border's logits one place further": ("swap", _one_further),
     "tiles combined in another order of ranks": ("gather", _ranks_reversed),
     "a part one entry off": ("_run", _one_off),
@@ -408,7 +409,7 @@ def wait_for_nothing() -> dict[str, Any]:
     rank = dist.get_rank()
     inputs = moved({**usual(), "temperature": 0.7, "top_k": 40, "top_p": 0.9}, "cuda")
     bounds = [*(13 * r for r in range(dist.get_world_size())), 50]
-    run, local = distributed._run, local_inputs(inputs, bounds, rank)
+    run, local = sharded._run, local_inputs(inputs, bounds, rank)
     expected = verify_sharded(**local)  # kernels are compiled and loaded
 
     def without_waiting(*arguments: Any) -> Any:
@@ -418,11 +419,11 @@ def wait_for_nothing() -> dict[str, Any]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    distributed._run = without_waiting
+    sharded._run = without_waiting
     try:
         wrong = differences(verify_sharded(**local), expected)
     finally:
-        distributed._run = run
+        sharded._run = run
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.zeros(1, device="cuda").item()
@@ -521,13 +522,13 @@ def fail_inside() -> str:
         raise ConnectionError("the line is cut")
 
     inputs = usual()
-    original, distributed._Exchange.total = distributed._Exchange.total, failing
+    original, Exchange.total = Exchange.total, failing
     try:
         verify_sharded(**local_inputs(inputs, some_bounds(), dist.get_rank()))
     except ConnectionError as error:
         return str(error)
     finally:
-        distributed._Exchange.total = original
+        Exchange.total = original
     return "nothing"
 
 

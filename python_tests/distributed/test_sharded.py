@@ -1,6 +1,8 @@
 """`verify_sharded` on several processes: the bits of one, refusals everywhere, few bytes."""
 
 import inspect
+from functools import cache
+from itertools import combinations
 
 import pytest
 import ranks
@@ -13,7 +15,11 @@ from specdec_ext.distributed import TILE, even_bounds, verify_sharded
 CASES = 150
 #: Cases for Triton's interpreter, which is slow: every rule, and tiles that borders cut.
 FEW = [3, 17, 22, 27, 43, 53, 54, 1011, 1030, 5008]
-MORE = [n for n in range(60) if n not in FEW]
+#: Of the first sixty, those that it takes for every pair of values of `features` to be tried.
+MORE = [
+    *(0, 2, 4, 6, 7, 8, 12, 13, 15, 16, 18, 19, 21, 23, 24, 25, 28, 31, 33, 34, 35, 37, 38, 39),
+    *(44, 46, 48, 55, 56),
+]
 VOCAB = 128_256
 
 JOBS = {
@@ -84,6 +90,40 @@ def test_tritons_kernels_in_more_cases():
     for name, (_, words) in ranks.REFUSALS.items():
         assert all(words in result["refusals"]["said"][name][1] for result in results), name
     assert [result["refusals"]["after"] for result in results] == [[]] * 4
+
+
+@cache
+def features(number):
+    """What a case has, of all that chooses kernels or the path through them."""
+    pick = ranks.Pick(number)
+    size = 1 + pick.below(4)
+    inputs = ranks.sharded_case(number).inputs
+    vocab, gamma = inputs["target_logits"].shape[-1], inputs["draft_tokens"].shape[1]
+    bounds = ranks.make_bounds(pick, vocab, size)
+    found = {name: name in inputs for name in OPTIONAL}
+    found |= {name: bool(inputs.get(name)) for name in ("full_accept_probs", "raw_logprobs")}
+    found |= {"rule": inputs["rule"], "dtype": str(inputs["target_logits"].dtype), "ranks": size}
+    found |= {"several tiles": vocab > TILE, "cut tiles": any(b % TILE for b in bounds[1:-1])}
+    return found | {"empty parts": len(set(bounds)) <= size, "no draft": gamma == 0}
+
+
+#: Arguments that a case may be without.
+OPTIONAL = (
+    *("draft_logits", "draft_probs", "draft_kinds", "target_rows", "allowed_mask", "seeds"),
+    *("top_k", "draft_top_k"),
+)
+
+
+def pairs(numbers):
+    """Every two features that a case has together."""
+    tried = [sorted(features(n).items()) for n in numbers]
+    return {pair for one in tried for pair in combinations(one, 2)}
+
+
+def test_cases_left_out_have_no_pair_of_features_of_their_own():
+    every = pairs(range(60))
+    assert every <= pairs([*FEW, *MORE])
+    assert not every <= pairs([*FEW, *MORE[:-1]])  # the last of them has one
 
 
 @pytest.mark.gpu

@@ -90,7 +90,7 @@ def test_results_have_the_names_of_the_schema(name):
     assert returned == list(getattr(RESULTS.get(name), "_fields", single))
 
 
-#: Schemas of what specdec_ext/distributed.py calls, and what calls it.
+#: Schemas of what specdec_ext/distributed calls, and what calls it.
 PRIVATE = ("verify_sharded", "exchange")
 
 

@@ -10,7 +10,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from pair.seq2seq.data import BUCKETS, Batches, Pairs  # noqa: E402
-from pair.seq2seq.schedule import Pace, lr_factor, minutes_of, seconds_of  # noqa: E402
+from pair.seq2seq.schedule import Pace, budget_of, lr_factor, seconds_of  # noqa: E402
 from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
 from pair.seq2seq.training import Options, average_weights, train  # noqa: E402
 
@@ -47,11 +47,12 @@ def test_learning_rate():
 
 
 def test_budgets():
-    assert (minutes_of("small"), minutes_of("full"), minutes_of("1.5")) == (120.0, 40.0, 1.5)
+    minutes = [budget_of(text).minutes for text in ("small", "full", "1.5")]
+    assert minutes == [120.0, 40.0, 1.5]
     for wrong in ("large", "0", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match="small, full or a positive number, got"):
-            minutes_of(wrong)
-    assert seconds_of("10", {"a": 1, "b": 3}) == {"a": 127.5, "b": 382.5}
+            budget_of(wrong)
+    assert seconds_of(10.0, {"a": 1, "b": 3}) == {"a": 127.5, "b": 382.5}
     assert TIME_SHARES.keys() == SIZES.keys()
 
 

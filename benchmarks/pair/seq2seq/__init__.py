@@ -1,5 +1,1 @@
-"""Parts of the training of encoder-decoders of four sizes on the data of benchmarks/tasks.
-
-`data.prepare`, `sizes.build_model` and `training.train` are called from Python; there is no command
-yet, and no measurement of what was trained.
-"""
+"""Encoder-decoders of four sizes, trained on the data of benchmarks/tasks: see `__main__.py`."""

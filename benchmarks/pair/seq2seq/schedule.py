@@ -11,9 +11,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-# Minutes of the whole command. `small` is meant for 2 CPU cores, `full` for one H100.
-BUDGETS = {"small": 120.0, "full": 40.0}
 # The rest is for saving, loading and measuring.
 TRAINING_SHARE = 0.85
 
@@ -23,29 +22,50 @@ FIRST_FACTOR = 1e-7 / 5e-4
 Clock = Callable[[], float]
 
 
-def minutes_of(budget: str) -> float:
-    """Return a budget's minutes: those of a preset, or the number itself.
+class Budget(NamedTuple):
+    """What the training of all sizes of a task may use.
+
+    A CPU's time for a step goes with its tokens, and with few epochs many small steps learn more
+    than few large ones. A GPU runs a step of many tokens in little more time than one of few, and
+    it comes to see the text so often that the number of epochs needs a bound.
+    """
+
+    minutes: float
+    batch_tokens: int = 512
+    bfloat16: bool = False
+    epochs: int | None = None
+
+
+# `small` is meant for 2 CPU cores, `full` for one H100.
+BUDGETS = {
+    "small": Budget(120.0),
+    "full": Budget(40.0, batch_tokens=16_384, bfloat16=True, epochs=60),
+}
+
+
+def budget_of(text: str) -> Budget:
+    """Return a preset, or the budget of a number of minutes.
 
     Raises
     ------
     ValueError
         If it is neither a preset nor a positive number.
     """
-    if budget in BUDGETS:
-        return BUDGETS[budget]
+    if text in BUDGETS:
+        return BUDGETS[text]
     try:
-        minutes = float(budget)
+        minutes = float(text)
     except ValueError:
         minutes = math.nan
     if not 0.0 < minutes < math.inf:
         presets = ", ".join(BUDGETS)
-        raise ValueError(f"budget must be {presets} or a positive number, got {budget!r}")
-    return minutes
+        raise ValueError(f"budget must be {presets} or a positive number, got {text!r}")
+    return Budget(minutes)
 
 
-def seconds_of(budget: str, shares: Mapping[str, float]) -> dict[str, float]:
+def seconds_of(minutes: float, shares: Mapping[str, float]) -> dict[str, float]:
     """Divide a budget's training time by shares, which are taken relative to their sum."""
-    seconds = 60.0 * minutes_of(budget) * TRAINING_SHARE
+    seconds = 60.0 * minutes * TRAINING_SHARE
     whole = sum(shares.values())
     return {name: seconds * share / whole for name, share in shares.items()}
 

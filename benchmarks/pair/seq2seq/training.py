@@ -22,6 +22,13 @@ from pair.seq2seq.sizes import EMBEDDING_LR, PEAK_LR_TIMES_WIDTH
 CHECKPOINTS = 100
 AVERAGED = 10
 
+# What a training makes small: the cross-entropy to the labels; that to a teacher's law p of the
+# next token, which is KL(p || q) up to a constant; or the total variation 1 - sum min(p, q), which
+# is 1 - alpha (Leviathan et al., Corollary 3.6), so that its decrease is all that counts for a
+# draft.
+LABELS, KL, TV = "labels", "kl", "tv"
+LOSSES = (LABELS, KL, TV)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,8 +49,9 @@ class Options:
     clip_norm: float = 5.0
     lr_scale: float = 1.0
     bfloat16: bool = False
-    # Of the loss, where there is a teacher whose law of the next token is learned.
-    teacher_weight: float = 0.5
+    loss: str = LABELS
+    # The model whose weights it begins with; none if it is empty.
+    start: str = ""
 
 
 @dataclass
@@ -96,21 +104,25 @@ def batch_loss(
     options: Options,
     teacher: T5ForConditionalGeneration | None = None,
 ) -> Tensor:
-    """Return the loss of a batch, a mean over its target tokens.
+    """Return the loss of a batch, a mean over its target tokens; see `LOSSES`.
 
-    It is the cross-entropy with label smoothing; with a teacher, a part of it is the cross-entropy
-    to the teacher's law, which is KL(teacher || model) up to what does not depend on the model.
+    Label smoothing is for the labels alone.
     """
     rows = batch.labels.flatten().ne(IGNORED)
     logits = forward_logits(model, batch, options.bfloat16).flatten(0, 1)[rows]
-    labels = batch.labels.flatten()[rows]
-    loss = F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
-    if teacher is None:
-        return loss
+    if options.loss == LABELS:
+        labels = batch.labels.flatten()[rows]
+        return F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
+    if teacher is None or options.loss not in LOSSES:
+        raise ValueError(
+            f"loss must be one of {', '.join(LOSSES)}, and all but {LABELS} need a teacher, got "
+            f"{options.loss!r} {'without' if teacher is None else 'with'} one"
+        )
     with torch.no_grad():
         law = forward_logits(teacher, batch, options.bfloat16).flatten(0, 1)[rows].softmax(-1)
-    weight = options.teacher_weight
-    return (1.0 - weight) * loss + weight * F.cross_entropy(logits, law)
+    if options.loss == KL:
+        return F.cross_entropy(logits, law)
+    return 1.0 - torch.minimum(law, logits.softmax(-1)).sum(-1).mean()
 
 
 def average_weights(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -237,7 +249,6 @@ def train(
         "shape": str(sorted(model.config.to_diff_dict().items())),
         "steps": pace.steps,
         "seconds": pace.seconds,
-        "teacher": teacher is not None,
     }
     checkpoints = Checkpoints(folder, identity)
     optimizer = build_optimizer(model.to(device), options)

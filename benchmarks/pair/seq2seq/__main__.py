@@ -1,0 +1,266 @@
+"""Train encoder-decoders of four sizes on a task of benchmarks/tasks, and measure them.
+
+    python benchmarks/tasks                                        # first: the data
+    python benchmarks/pair/seq2seq prepare translation             # one BPE, all splits as tokens
+    python benchmarks/pair/seq2seq train translation               # all sizes, 2 hours on 2 cores
+    python benchmarks/pair/seq2seq train translation --budget full # 40 minutes on one H100
+    python benchmarks/pair/seq2seq evaluate translation            # measures, and gates
+    python benchmarks/pair/seq2seq distill translation --loss tv   # a draft taught by the target
+
+The task is a folder of build/tasks; what is made of it lies in build/seq2seq/<task>. `train` given
+again goes on where it was interrupted, and a size that is trained is not trained again. Times are
+those of an idle machine: sizes train one after another, each for its share of the budget.
+
+`evaluate` measures the losses and drafts' acceptance on the test split, and BLEU and chrF of greedy
+texts; its exit code is 1 where a gate is missed, and the tables of benchmarks/tables would then say
+little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import T5ForConditionalGeneration
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+import common  # noqa: E402
+
+from pair.data import save_atomically  # noqa: E402
+from pair.seq2seq import evaluation  # noqa: E402
+from pair.seq2seq.data import Pairs, load_prepared, prepare  # noqa: E402
+from pair.seq2seq.distillation import distilled_name, rewrite  # noqa: E402
+from pair.seq2seq.models import load_family, save_model  # noqa: E402
+from pair.seq2seq.schedule import BUDGETS, Budget, Pace, budget_of, seconds_of  # noqa: E402
+from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
+from pair.seq2seq.training import KL, LABELS, LOSSES, Batches, Options, train  # noqa: E402
+
+BUILD = HERE.parents[2] / "build"
+
+# A trained draft is trained further with smaller steps than from scratch.
+DISTILLATION_LR = 0.3
+
+
+def run_prepare(given: argparse.Namespace) -> int:
+    """Write the tokens of a task."""
+    given.work.mkdir(parents=True, exist_ok=True)
+    facts = prepare(given.tasks / given.task, given.work, permissive_only=given.permissive)
+    print(json.dumps(facts, indent=1))
+    return 0
+
+
+def device_of(given: argparse.Namespace) -> torch.device:
+    """Return where to train, and set the number of threads."""
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    return torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def options_of(given: argparse.Namespace, budget: Budget) -> Options:
+    """Return the training options, a budget's own where none is given."""
+    return Options(
+        seed=given.seed,
+        batch_tokens=given.batch_tokens or budget.batch_tokens,
+        dropout=given.dropout,
+        bfloat16=budget.bfloat16 if given.bfloat16 is None else given.bfloat16,
+    )
+
+
+def run_train(given: argparse.Namespace) -> int:
+    """Train the sizes, from the smallest on."""
+    device = device_of(given)
+    tokenizer, splits, _ = load_prepared(given.work)
+    budget = budget_of(given.budget)
+    options = options_of(given, budget)
+    seconds = seconds_of(budget.minutes, {name: TIME_SHARES[name] for name in given.sizes})
+    steps = None
+    if budget.epochs is not None:
+        steps = budget.epochs * Batches(splits["train"], options.batch_tokens, 0).per_epoch
+    for name in given.sizes:
+        model = build_model(SIZES[name], len(tokenizer), options.dropout, options.seed)
+        pace = Pace(steps, seconds[name])
+        train_one(given, name, model, splits["train"], pace, options, device)
+    return 0
+
+
+def train_one(
+    given: argparse.Namespace,
+    name: str,
+    model: T5ForConditionalGeneration,
+    pairs: Pairs,
+    pace: Pace,
+    options: Options,
+    device: torch.device,
+    teacher: T5ForConditionalGeneration | None = None,
+) -> None:
+    """Train one model, save it and say how it went."""
+    folder = given.work / "training" / name
+    report = train(name, model, pairs, pace, options, folder, device, teacher)
+    facts = {
+        "parameters": model.num_parameters(),
+        "budget": given.budget,
+        **asdict(report),
+        "options": asdict(options),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    save_model(model.cpu(), given.work, name, facts)
+    print(
+        f"{name}: {model.num_parameters():,} parameters, {report.steps:,} steps, "
+        f"{report.epochs:.2f} epochs, {report.seconds:.0f} s, loss {report.loss:.3f}",
+        flush=True,
+    )
+
+
+def run_distill(given: argparse.Namespace) -> int:
+    """Train a draft further, from its weights on, on the target's laws or texts."""
+    device = device_of(given)
+    family = load_family(given.work)
+    teacher = family.models[family.largest].to(device)
+    if given.size not in family.models or given.size == family.largest:
+        drafts = ", ".join(list(family.models)[:-1])
+        raise ValueError(f"the draft must be one of {drafts}, got {given.size!r}")
+    budget = budget_of(given.budget)
+    options = replace(
+        options_of(given, budget), loss=given.loss, start=given.size, lr_scale=DISTILLATION_LR
+    )
+    pairs = family.splits["train"]
+    if given.written:
+        pairs = load_written(given, teacher, pairs)
+    name = distilled_name(given.size, given.loss, bool(given.written))
+    pace = Pace(seconds=60.0 * budget.minutes)
+    teaching = None if given.loss == LABELS else teacher
+    train_one(given, name, family.models[given.size], pairs, pace, options, device, teaching)
+    return 0
+
+
+def load_written(
+    given: argparse.Namespace, teacher: T5ForConditionalGeneration, pairs: Pairs
+) -> Pairs:
+    """Return pairs with the teacher's own targets, which are kept for other drafts."""
+    path = given.work / f"written-{given.written}.pt"
+    if not path.exists():
+        save_atomically(vars(rewrite(teacher, pairs, given.written)), path)
+    return Pairs(**torch.load(path))
+
+
+def run_evaluate(given: argparse.Namespace) -> int:
+    """Measure the trained sizes and say which gates they pass."""
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    family = load_family(given.work)
+    records = evaluation.measure(family, given.sentences)
+    found = evaluation.gates(records)
+    text = evaluation.table(records, found)
+    print(text)
+    if given.record:
+        facts = {**common.machine_facts(), "trained": family.facts}
+        command = f"python benchmarks/pair/seq2seq evaluate {given.task}"
+        heading = (
+            f"# Encoder-decoders of {given.task}\n\n`{command} --sentences {given.sentences}`, "
+            f"{facts['cpu']}, {facts['threads']} threads, {facts['time']}.\n\n{TRAINED}\n"
+        )
+        rows = "\n".join(trained_line(name, family.facts[name]) for name in family.models)
+        stem = common.RESULTS / given.record
+        common.write_record(stem, facts, records, f"{heading}{rows}\n\n{text}")
+    return 0 if all(gate.passed for gate in found) else 1
+
+
+TRAINED = (
+    "| model | budget | steps | epochs | seconds | threads | tokens a step | made |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def trained_line(name: str, facts: dict[str, Any]) -> str:
+    """Return how a model was trained as a line of the table `TRAINED`."""
+    cells = (
+        name, facts["budget"], f"{facts['steps']:,}", f"{facts['epochs']:.2f}",
+        f"{facts['seconds']:.0f}", facts["threads"], facts["options"]["batch_tokens"],
+        facts["made"],
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="prepare | train | distill | evaluate")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("task", help="a folder of build/tasks, for instance translation")
+    shared.add_argument("--work", type=Path, help="folder (build/seq2seq/<task>)")
+
+    command = commands.add_parser("prepare", parents=[shared])
+    command.set_defaults(run=run_prepare)
+    add = command.add_argument
+    add("--tasks", type=Path, default=BUILD / "tasks", help="what benchmarks/tasks wrote")
+    add("--permissive", action="store_true", help="only texts whose weights could be shipped")
+
+    training = argparse.ArgumentParser(add_help=False)
+    add = training.add_argument
+    add("--seed", type=int, default=0)
+    add("--dropout", type=float, default=Options.dropout)
+    add("--batch-tokens", type=int, help="of a step (the budget's)")
+    add("--bfloat16", action=argparse.BooleanOptionalAction, help="autocast (the budget's)")
+    add("--device", help="default: cuda where there is one")
+    add("--threads", type=int, help="default: torch's own")
+
+    command = commands.add_parser("train", parents=[shared, training])
+    command.set_defaults(run=run_train)
+    add = command.add_argument
+    add("--budget", default="small", help=f"{', '.join(BUDGETS)} or minutes for all sizes (small)")
+    add("--sizes", default=",".join(SIZES), help="with commas between (all)")
+
+    command = commands.add_parser("distill", parents=[shared, training])
+    command.set_defaults(run=run_distill)
+    add = command.add_argument
+    add("--size", default=next(iter(SIZES)), help="whose weights it begins with (the smallest)")
+    add("--loss", choices=LOSSES, default=KL, help=f"({KL})")
+    add("--written", type=int, default=0, help="of so many sources the target's own texts (0)")
+    add("--budget", default="5", help="minutes (5)")
+
+    command = commands.add_parser("evaluate", parents=[shared])
+    command.set_defaults(run=run_evaluate)
+    add = command.add_argument
+    add("--sentences", type=int, default=400, help="translated for BLEU and chrF (400)")
+    add("--threads", type=int, help="default: torch's own")
+    add("--record", help="name of a record in benchmarks/results, without suffix")
+    given = parser.parse_args(arguments)
+    if given.work is None:
+        given.work = BUILD / "seq2seq" / given.task
+    if given.run is run_train:
+        given.sizes = given.sizes.split(",")
+        if unknown := [name for name in given.sizes if name not in SIZES]:
+            parser.error(f"no such size: {', '.join(unknown)}; there are {', '.join(SIZES)}")
+        given.sizes.sort(key=list(SIZES).index)
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
+    given = parse_arguments(arguments)
+    try:
+        return given.run(given)
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Drafts that learn from the target instead of the text, or from what the target writes.
+
+A draft is to agree with its target, not with the text. Three things can be changed, alone and
+together: the loss (`training.LOSSES`), the weights it begins with, and the targets of the pairs,
+which are the text's or the teacher's own greedy ones (sequence-level distillation, Kim and Rush
+2016). A draft that goes on learning from the text for the same time is the control.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
+
+from pair.seq2seq.data import BUCKETS, EOS_ID, Pairs, batch_of, in_order
+
+ROWS = 32
+
+
+def growing_cache() -> EncoderDecoderCache:
+    """Return an empty cache for ``generate``, which grows to as many layers as the decoder has.
+
+    The one that transformers makes has as many as the *encoder*: it asks a T5 configuration for
+    ``num_hidden_layers``, and a deeper decoder runs out of its list.
+    """
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+def write_targets(model: T5ForConditionalGeneration, pairs: Pairs) -> list[list[int]]:
+    """Return a model's greedy tokens for all sources, by transformers, in the pairs' order.
+
+    A text ends with ``</s>`` or has as many tokens as the longest bucket.
+    """
+    written: list[list[int]] = [[] for _ in pairs.sources]
+    with tqdm(total=len(pairs), desc="greedy", mininterval=5.0, file=sys.stderr) as bar:
+        for rows in in_order(pairs, ROWS):
+            batch = batch_of(pairs, rows, torch.device(model.device))
+            found = model.generate(
+                batch.inputs,
+                attention_mask=batch.mask,
+                max_new_tokens=BUCKETS[-1],
+                do_sample=False,
+                past_key_values=growing_cache(),
+            )
+            for row, tokens in zip(rows, found[:, 1:].tolist(), strict=True):
+                end = tokens.index(EOS_ID) + 1 if EOS_ID in tokens else len(tokens)
+                written[row] = tokens[:end]
+            bar.update(len(rows))
+    return written
+
+
+def rewrite(model: T5ForConditionalGeneration, pairs: Pairs, number: int) -> Pairs:
+    """Return some pairs with the model's targets in place of the text's."""
+    chosen = pairs.some(number)
+    return Pairs(chosen.sources, write_targets(model, chosen))
+
+
+def distilled_name(start: str, loss: str, written: bool) -> str:
+    """Return the name of a draft: whence it begins, the loss, and whose targets it saw."""
+    return "-".join([start, loss, *(["written"] if written else [])])

@@ -1,0 +1,191 @@
+"""Are the trained sizes fit for tables of speculative decoding? Measurements, and gates.
+
+Losses and acceptance are measured on held-out sentences with the reference's own words as context;
+quality on greedy translations. A gate compares a measured figure with what the tables need: sizes
+that are better the larger they are, drafts that are neither useless nor perfect, and a target that
+has learned its task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tables.quality import bleu, chrf
+from torch import Tensor
+
+from pair.measurement import acceptance_mass
+from pair.seq2seq.data import IGNORED, Pairs, batch_of, in_order
+from pair.seq2seq.distillation import ROWS, write_targets
+from pair.seq2seq.models import Family
+from pair.seq2seq.training import forward_logits
+
+CPU = torch.device("cpu")
+
+# Nats a token between a size and the next larger one.
+LOSS_GAP = 0.03
+ALPHA_RANGE = (0.35, 0.9)
+# BLEU between the largest model and each of the two it must leave behind.
+BLEU_GAP = 2.0
+
+COPYING = "copying"
+
+
+class Gate(NamedTuple):
+    """A figure, the open interval it must be in, and what it is."""
+
+    name: str
+    value: float
+    low: float
+    high: float = float("inf")
+
+    @property
+    def passed(self) -> bool:
+        """Whether the figure is inside."""
+        return self.low < self.value < self.high
+
+    def line(self) -> str:
+        """Return the gate as a line of text."""
+        wanted = f"more than {self.low}" if self.high == float("inf") else f"{self.low}-{self.high}"
+        return f"{'PASS' if self.passed else 'FAIL'} {self.name}: {self.value:.3f}, {wanted} wanted"
+
+
+@torch.no_grad()
+def held_out(family: Family, names: list[str], pairs: Pairs) -> dict[str, dict[str, float]]:
+    """Measure losses, and acceptance by the last model, after the references' own prefixes.
+
+    Parameters
+    ----------
+    family : Family
+        The models.
+    names : list of str
+        Which of them; the last one is the target of all others.
+    pairs : Pairs
+        Held-out pairs.
+
+    Returns
+    -------
+    dict
+        Of each name ``loss`` (cross-entropy in nats a token), ``alpha_t1`` and ``alpha_t0``:
+        E[sum min(p, q)] at temperatures 1 and 0, over all target tokens (Leviathan et al.,
+        Corollary 3.6).
+    """
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in names}
+    tokens = 0
+    for rows in in_order(pairs, ROWS):
+        batch = batch_of(pairs, rows, CPU)
+        kept = batch.labels.ne(IGNORED)
+        labels = batch.labels[kept]
+        target: Tensor | None = None
+        for name in reversed(names):
+            logits = forward_logits(family.models[name], batch, bfloat16=False)[kept]
+            target = logits if target is None else target
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            masses = [acceptance_mass(target, logits, t).double().sum() for t in (1.0, 0.0)]
+            sums[name] += torch.stack([loss.double(), *masses])
+        tokens += len(labels)
+    figures = ("loss", "alpha_t1", "alpha_t0")
+    return {name: dict(zip(figures, (sums[name] / tokens).tolist(), strict=True)) for name in names}
+
+
+def translate(family: Family, name: str, pairs: Pairs) -> list[str]:
+    """Return a model's greedy texts for all sources, in the pairs' order."""
+    written = write_targets(family.models[name], pairs)
+    return family.tokenizer.batch_decode(written, skip_special_tokens=True)
+
+
+def quality(family: Family, names: list[str], pairs: Pairs) -> dict[str, dict[str, float]]:
+    """Return BLEU and chrF, both in percent, of each model and of copying the source."""
+    sources, references = (
+        family.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        for rows in (pairs.sources, pairs.targets)
+    )
+    texts = {COPYING: sources, **{name: translate(family, name, pairs) for name in names}}
+    found = {}
+    for name, hypotheses in texts.items():
+        score = bleu(hypotheses, references)
+        found[name] = {
+            "bleu": score.value,
+            "bleu_error": score.error,
+            "chrf": chrf(hypotheses, references),
+        }
+    return found
+
+
+def measure(family: Family, sentences: int) -> list[dict[str, Any]]:
+    """Measure the sizes on the test split: losses on all of it, quality on some sentences.
+
+    Parameters
+    ----------
+    family : Family
+        With two sizes at least.
+    sentences : int
+        At most so many are translated, evenly spread over the documents.
+
+    Returns
+    -------
+    list of dict
+        A record for copying and one for each size, from the smallest.
+    """
+    names = list(family.models)
+    if len(names) < 2:
+        raise ValueError(f"two trained sizes are needed to compare them, got {names}")
+    losses = held_out(family, names, family.splits["test"])
+    scores = quality(family, names, family.splits["test"].some(sentences))
+    records: list[dict[str, Any]] = [{"model": COPYING, **scores[COPYING]}]
+    for name in names:
+        parameters = family.models[name].num_parameters()
+        records.append({"model": name, "parameters": parameters, **losses[name], **scores[name]})
+    return records
+
+
+def gates(records: list[dict[str, Any]]) -> list[Gate]:
+    """Return the gates of `measure`'s records."""
+    copying, *sizes = records
+    smallest, largest = sizes[0], sizes[-1]
+    found = [
+        Gate(
+            f"held-out loss of {one['model']} less that of {next_['model']}",
+            one["loss"] - next_["loss"],
+            LOSS_GAP,
+        )
+        for one, next_ in zip(sizes, sizes[1:], strict=False)
+    ]
+    found += [
+        Gate(f"alpha of {one['model']} at T = {t}", one[f"alpha_t{t}"], *ALPHA_RANGE)
+        for one in sizes[:-1]
+        for t in (1, 0)
+    ]
+    found += [
+        Gate(
+            f"BLEU of {largest['model']} less that of {other['model']}",
+            largest["bleu"] - other["bleu"],
+            BLEU_GAP,
+        )
+        for other in (copying, smallest)
+    ]
+    return found
+
+
+def table(records: list[dict[str, Any]], passed: Iterable[Gate]) -> str:
+    """Return records and gates as Markdown."""
+    columns = {
+        "parameters": ",d",
+        "loss": ".3f",
+        "alpha_t1": ".3f",
+        "alpha_t0": ".3f",
+        "bleu": ".2f",
+        "bleu_error": ".2f",
+        "chrf": ".2f",
+    }
+    lines = [
+        "| model | parameters | loss, nats a token | alpha, T = 1 | alpha, T = 0 | BLEU | "
+        "its standard error | chrF |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for record in records:
+        cells = [format(record[c], f) if c in record else "" for c, f in columns.items()]
+        lines.append(f"| {record['model']} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"- {gate.line()}" for gate in passed)])

@@ -1,0 +1,221 @@
+"""`python benchmarks/pair/seq2seq`: prepare, train, evaluate, and what the gates say."""
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from pair.seq2seq.__main__ import main  # noqa: E402
+from pair.seq2seq.data import Pairs, batch_of  # noqa: E402
+from pair.seq2seq.distillation import rewrite  # noqa: E402
+from pair.seq2seq.evaluation import Gate, gates, held_out, table  # noqa: E402
+from pair.seq2seq.models import Family, load_family  # noqa: E402
+from pair.seq2seq.sizes import build_model  # noqa: E402
+from pair.seq2seq.training import Options, batch_loss  # noqa: E402
+
+WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fünf"}
+
+
+def write_task(folder, numbers):
+    """A task in which words of one language become words of another."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    english = list(WORDS)
+    for split, number in numbers.items():
+        with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+            for k in range(number):
+                chosen = [english[i] for i in torch.randint(5, (4,), generator=generator)]
+                record = {
+                    "source": " ".join(chosen),
+                    "target": " ".join(WORDS[word] for word in chosen),
+                    "permissive": k % 2 == 0,
+                }
+                file.write(json.dumps(record) + "\n")
+
+
+def test_the_command(tmp_path, capsys):
+    write_task(tmp_path / "tasks" / "words", {"train": 80, "valid": 8, "test": 8})
+    work = ["words", "--work", str(tmp_path / "work")]
+    assert main(["train", *work]) == 1
+    assert "run `prepare` first" in capsys.readouterr().err
+    assert main(["prepare", *work, "--tasks", str(tmp_path / "tasks"), "--permissive"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["train"]["pairs"], facts["test"]["pairs"]) == (40, 4)
+    assert main(["evaluate", *work]) == 1
+    assert "run `train` first" in capsys.readouterr().err
+    for wrong, said in (("medium", "no such size"), ("mini,nano", "no such size: nano")):
+        with pytest.raises(SystemExit):
+            main(["train", *work, "--sizes", wrong])
+        assert said in capsys.readouterr().err
+
+    train = ["train", *work, "--budget", "0.03", "--threads", "1", "--sizes", "small,mini"]
+    assert main(train) == 0
+    family = load_family(tmp_path / "work")
+    assert list(family.models) == ["mini", "small"] and family.largest == "small"
+    assert family.facts["mini"]["parameters"] < family.facts["small"]["parameters"]
+    assert family.facts["small"]["options"]["batch_tokens"] == 512
+    assert main(["evaluate", *work, "--sentences", "3"]) == 1  # seconds of training are too few
+    shown = capsys.readouterr().out
+    assert "| copying |" in shown and "FAIL BLEU of small less that of copying" in shown
+
+    distill = ["distill", *work, "--budget", "0.02", "--threads", "1"]
+    assert main([*distill, "--size", "small"]) == 1
+    assert "the draft must be one of mini, got 'small'" in capsys.readouterr().err
+    assert main([*distill, "--loss", "tv", "--written", "6"]) == 0
+    taught = load_family(tmp_path / "work")
+    assert list(taught.models) == ["mini", "small"] and list(taught.distilled) == [
+        "mini-tv-written"
+    ]
+    assert taught.facts["mini-tv-written"]["options"]["start"] == "mini"
+    weights = taught.distilled["mini-tv-written"].shared.weight
+    assert not torch.equal(weights, taught.models["mini"].shared.weight)
+
+
+@pytest.fixture(scope="module")
+def family():
+    shape = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 2}
+    models = {
+        name: build_model(shape, 40, 0.1, seed).eval()
+        for seed, name in enumerate(("mini", "small", "large"))
+    }
+    for model in models.values():  # laws that are far from uniform, and from each other
+        model.shared.weight.data.mul_(4.0)
+    return Family(None, models, {}, {}, {})
+
+
+def one_by_one(family, names, pairs):
+    """The same figures in float64 from one sentence at a time, without a batch's padding."""
+    sums, tokens = {name: [0.0, 0.0, 0.0] for name in names}, 0
+    for source, target in zip(pairs.sources, pairs.targets, strict=True):
+        labels = torch.tensor([target])
+        laws = {}
+        for name in names:
+            with torch.no_grad():
+                logits = family.models[name](input_ids=torch.tensor([source]), labels=labels).logits
+            laws[name] = logits[0].double().softmax(-1)
+        for name in names:
+            own, last = laws[name], laws[names[-1]]
+            sums[name][0] -= own.log()[torch.arange(len(target)), labels[0]].sum().item()
+            sums[name][1] += torch.minimum(own, last).sum().item()
+            sums[name][2] += (own.argmax(-1) == last.argmax(-1)).sum().item()
+        tokens += len(target)
+    return {name: [value / tokens for value in values] for name, values in sums.items()}
+
+
+def test_held_out_figures(family):
+    generator = torch.Generator().manual_seed(3)
+    pairs = Pairs()
+    for _ in range(70):  # more than two batches, of unlike lengths
+        for side in (pairs.sources, pairs.targets):
+            length = int(torch.randint(1, 12, (), generator=generator))
+            side.append([*torch.randint(2, 40, (length,), generator=generator).tolist(), 1])
+    names = list(family.models)
+    found, wanted = held_out(family, names, pairs), one_by_one(family, names, pairs)
+    for name in names:
+        assert list(found[name].values()) == pytest.approx(wanted[name], rel=1e-5)
+    assert found["large"]["alpha_t1"] == pytest.approx(1.0, abs=1e-6)
+    assert 0.05 < found["mini"]["alpha_t1"] < 0.95
+    # The comparison tells a draft from another.
+    assert found["mini"]["alpha_t1"] != pytest.approx(found["small"]["alpha_t1"], rel=1e-3)
+
+
+def some_batch(rows=3):
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(2, 40, (2, rows, 6), generator=generator).tolist()
+    pairs = Pairs([row[:4] for row in tokens[0]], [row[: 2 + k] for k, row in enumerate(tokens[1])])
+    return pairs, batch_of(pairs, list(range(rows)), torch.device("cpu"))
+
+
+def test_losses(family):
+    """Each loss against its definition, in float64."""
+    pairs, batch = some_batch()
+    student, teacher = family.models["mini"], family.models["large"]
+    q, p = (
+        torch.cat(
+            [
+                m(input_ids=torch.tensor([s]), labels=torch.tensor([t])).logits[0].double()
+                for s, t in zip(pairs.sources, pairs.targets, strict=True)
+            ]
+        ).softmax(-1)
+        for m in (student, teacher)
+    )
+    labels = torch.tensor(sum(pairs.targets, []))
+    chosen = q[torch.arange(len(labels)), labels].log()
+    smoothed = -(0.9 * chosen + 0.1 * q.log().mean(-1)).mean()
+    wanted = {
+        "labels": smoothed,
+        "kl": -(p * q.log()).sum(-1).mean(),
+        "tv": (p - q).abs().sum(-1).mean() / 2,
+    }
+    for name, value in wanted.items():
+        options = Options(loss=name)
+        assert batch_loss(student, batch, options, teacher).item() == pytest.approx(
+            value.item(), rel=1e-5
+        )
+    for name, one in (("tv", None), ("hinge", teacher)):
+        with pytest.raises(ValueError, match="loss must be one of labels, kl, tv"):
+            batch_loss(student, batch, Options(loss=name), one)
+
+
+def test_a_teacher_writes_what_it_writes_alone(family):
+    """Batched and sorted by length, in the pairs' order; the end token is kept."""
+    pairs, _ = some_batch(rows=40)
+    teacher = family.models["small"]
+    rewritten = rewrite(teacher, pairs, 33)
+    chosen = pairs.some(33)
+    assert rewritten.sources == chosen.sources
+    for source, written in zip(chosen.sources[:5], rewritten.targets, strict=False):
+        alone = teacher.generate(torch.tensor([source]), max_new_tokens=128, do_sample=False)
+        assert alone[0, 1:].tolist() == written
+    assert all(1 not in written[:-1] for written in rewritten.targets)
+
+
+def records(**changes):
+    """Measurements that pass every gate, but for the changes (size_figure=value)."""
+    sizes = {
+        "mini": {"loss": 3.0, "alpha_t1": 0.5, "alpha_t0": 0.6, "bleu": 5.0},
+        "small": {"loss": 2.9, "alpha_t1": 0.6, "alpha_t0": 0.7, "bleu": 8.0},
+        "large": {"loss": 2.8, "alpha_t1": 1.0, "alpha_t0": 1.0, "bleu": 12.0},
+    }
+    for change, value in changes.items():
+        name, figure = change.split("_", 1)
+        sizes[name][figure] = value
+    copying = {"model": "copying", "bleu": 4.0, "bleu_error": 0.1, "chrf": 10.0}
+    whole = {"parameters": 1000, "bleu_error": 0.1, "chrf": 30.0}
+    return [copying, *({"model": name, **whole, **given} for name, given in sizes.items())]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        ({"small_loss": 2.98}, ["held-out loss of mini less that of small"]),
+        ({"small_loss": 2.79}, ["held-out loss of small less that of large"]),
+        ({"mini_alpha_t1": 0.3}, ["alpha of mini at T = 1"]),
+        ({"small_alpha_t0": 0.95}, ["alpha of small at T = 0"]),
+        ({"large_alpha_t1": 0.2}, []),  # the target's own alpha is no figure of a draft
+        ({"large_bleu": 6.5}, ["BLEU of large less that of mini"]),
+        (
+            {"large_bleu": 1.0},
+            ["BLEU of large less that of copying", "BLEU of large less that of mini"],
+        ),
+        ({"small_loss": float("nan")}, ["mini less that of small", "small less that of large"]),
+    ],
+)
+def test_gates(changes, missed):
+    measured = records(**changes)
+    found = [gate for gate in gates(measured) if not gate.passed]
+    assert len(found) == len(missed)
+    for gate, name in zip(found, missed, strict=True):
+        assert gate.name.endswith(name)
+    assert table(measured, found).count("FAIL") == len(missed)
+
+
+def test_a_gate_is_an_open_interval():
+    assert not Gate("x", 0.35, 0.35, 0.9).passed and not Gate("x", 0.9, 0.35, 0.9).passed
+    assert Gate("x", 0.5, 0.35, 0.9).line() == "PASS x: 0.500, 0.35-0.9 wanted"
+    assert Gate("x", 0.01, 0.03).line() == "FAIL x: 0.010, more than 0.03 wanted"
