@@ -60,8 +60,8 @@ SPECDEC_HD ExtraTask extra_task(const VerifyParams& p, const Request& r, int64_t
   return {};
 }
 
-// The test of the rules that read the draft's law, which take the coin that coin() gives, and of any
-// rule at T = 0.
+// The test of the rules that read the draft's law, which take the coin that coin() gives, and of
+// any rule at T = 0.
 template <typename CoinOf>
 SPECDEC_HD Verdict coin_test(const VerifyParams& p, const Request& r, float logit,
                              const RowLaw& target, const NodeFacts& facts, const CoinOf& coin) {
