@@ -68,7 +68,9 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where the models are."""
+        """Where the models are: on the CPU, where a table brings its own."""
+        if self.family is None:
+            return torch.device("cpu")
         device: torch.device = self.target.device
         return device
 

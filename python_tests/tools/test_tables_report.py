@@ -330,6 +330,7 @@ def test_kinds_of_text_are_checked(folders, monkeypatch, capsys):
 
     monkeypatch.setattr(helps, "contestants", wrong)
     monkeypatch.setattr(helps, "TEMPERATURES", (0.0,))
+    assert shared.Bench(None, command.parse(["helps"])).device.type == "cpu"
     assert command.main(["helps", "--quick", "--tokens", "3"]) == 1
     shown = capsys.readouterr().out
     assert "12 texts compared with plain decoding, 6 differ by more than a tie: FAIL" in shown
