@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from pair.seq2seq.__main__ import main  # noqa: E402
 from pair.seq2seq.data import Pairs, batch_of  # noqa: E402
-from pair.seq2seq.distillation import rewrite  # noqa: E402
+from pair.seq2seq.distillation import growing_cache, rewrite  # noqa: E402
 from pair.seq2seq.evaluation import Gate, gates, held_out, table  # noqa: E402
 from pair.seq2seq.models import Family, load_family  # noqa: E402
 from pair.seq2seq.sizes import build_model  # noqa: E402
@@ -169,7 +169,10 @@ def test_a_teacher_writes_what_it_writes_alone(family):
     chosen = pairs.some(33)
     assert rewritten.sources == chosen.sources
     for source, written in zip(chosen.sources[:5], rewritten.targets, strict=False):
-        alone = teacher.generate(torch.tensor([source]), max_new_tokens=128, do_sample=False)
+        alone = teacher.generate(
+            torch.tensor([source]), max_new_tokens=128, do_sample=False,
+            past_key_values=growing_cache(),
+        )  # fmt: skip
         assert alone[0, 1:].tolist() == written
     assert all(1 not in written[:-1] for written in rewritten.targets)
 
