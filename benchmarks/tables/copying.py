@@ -12,7 +12,7 @@ from specdec_ext.decoding import AggressiveDrafter, LookupDrafter
 from tables import hosts
 from tables.decode import PLAIN, Reading, Way, speedup
 from tables.kinds import draw as draw_kinds
-from tables.rows import COLUMNS, MEANING, Measured, measure, plain_way, speculative, task_of
+from tables.rows import COLUMNS, MEANING, Measured, measure, plain_way, speculative
 from tables.shared import Bench, Result
 
 GAMMAS = (3, 5, 10, 20)
@@ -54,7 +54,7 @@ def make(bench: Bench) -> Result:
     beams = {BEAMS: hosts.way(bench.target, new, num_beams=5)}
     measured = measure(bench, ways, 0.0, others=beams)
     return Result(
-        f"Drafts copied from the source, {task_of(bench)}",
+        f"Drafts copied from the source, {bench.task}",
         [column for column in COLUMNS if column.key != "temperature"],
         measured.records,
         notes=[
@@ -72,10 +72,10 @@ def make(bench: Bench) -> Result:
 
 def aggressive_bar(bench: Bench, measured: Measured) -> str:
     """Say whether aggressive decoding is twice as fast as greedy decoding, whoever's is faster."""
-    if task_of(bench) != "correction":
+    if bench.task != "correction":
         return (
             f"aggressive decoding at least {WANTED:g} times greedy: of the correction task, not of "
-            f"{task_of(bench)}"
+            f"{bench.task}"
         )
     count = len(bench.sentences)
     found = {

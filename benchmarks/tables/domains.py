@@ -19,7 +19,7 @@ from pair.seq2seq.training import Options, train
 
 from specdec_ext.decoding import NgramDrafter
 from tables.decode import PLAIN, Way, by_model, tokens_a_call
-from tables.rows import COLUMNS, MEANING, Measured, measure, plain_way, speculative, task_of
+from tables.rows import COLUMNS, MEANING, Measured, measure, plain_way, speculative
 from tables.shared import Bench, Column, Result, Sentence
 
 GAMMA, ORDER = 4, 3
@@ -132,7 +132,7 @@ def make(bench: Bench) -> Result:
             seen = "yes" if domain.seen else "no"
             records.append({"texts": origin, "seen": seen, "draft": kind, "from": learnt} | record)
     return Result(
-        f"Domains of drafts and texts (article 004), {task_of(bench)}",
+        f"Domains of drafts and texts (article 004), {bench.task}",
         [
             Column("texts", "texts"),
             Column("seen", "in the models' training"),

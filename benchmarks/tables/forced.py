@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pair.seq2seq.data import padded
 from torch import Tensor
 
 import specdec_ext
@@ -60,13 +61,6 @@ class Texts:
     def total(self) -> int:
         """Tokens of all texts."""
         return sum(map(len, self.tokens))
-
-
-def padded(rows: Sequence[Sequence[int]], value: int, device: torch.device) -> Tensor:
-    """Return rows as ``[B, L]`` int64, filled up at the right."""
-    length = max(map(len, rows))
-    filled = [[*row, *[value] * (length - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=torch.int64, device=device)
 
 
 @torch.inference_mode()
@@ -142,7 +136,8 @@ def _generated(
 
 
 def _sources(bench: Bench, sentences: Sequence[Sentence]) -> tuple[Tensor, Tensor]:
-    inputs = padded([s.source for s in sentences], bench.target.config.pad_token_id, bench.device)
+    padding = bench.target.config.pad_token_id
+    inputs = padded([s.source for s in sentences], padding).to(bench.device)
     lengths = torch.tensor([len(s.source) for s in sentences], device=bench.device)
     places = torch.arange(inputs.shape[1], device=bench.device)
     return inputs, (places < lengths[:, None]).long()
@@ -152,7 +147,7 @@ def _read(bench: Bench, sentences: Sequence[Sentence], texts: list[list[int]]) -
     inputs, mask = _sources(bench, sentences)
     start = bench.target.config.decoder_start_token_id
     shifted = [[start, *text[:-1]] for text in texts]
-    ids = padded(shifted, bench.target.config.pad_token_id, bench.device)
+    ids = padded(shifted, bench.target.config.pad_token_id).to(bench.device)
     batch = Batch(inputs, mask, ids, [len(text) for text in texts], torch.empty(0))
     batch.target_logits = logits_of(bench.target, batch)
     return batch

@@ -22,7 +22,6 @@ from tables.rows import (
     cost_ratio,
     plain_way,
     speculative,
-    task_of,
 )
 from tables.shared import Bench, Column, Result
 
@@ -130,7 +129,7 @@ def make(bench: Bench) -> Result:
         record["gamma"] = drafting[1] if drafting else 0
         record["article"] = drafting[2] if drafting else ""
     return Result(
-        f"Draft kinds on one target (article 004), {task_of(bench)}",
+        f"Draft kinds on one target (article 004), {bench.task}",
         [
             *COLUMNS[:2],
             Column("gamma", "gamma", "d"),

@@ -70,12 +70,6 @@ LENIENT_GREEDY_SPEEDS = (3.3, 3.3, 3.9, 4.9)
 DRAFTS = ("T5-small", "T5-base", "T5-large")
 
 
-def task_of(task: str) -> str:
-    """Return the paper's task that a task's folder stands beside; empty if there is none."""
-    known = ("translation", "summarisation")
-    return next((name for name in known if task.startswith(name)), "")
-
-
 def beside(drafts: list[str]) -> dict[str, str]:
     """Return which of the paper's drafts each draft stands beside, by order of size."""
     return dict(zip(drafts, DRAFTS, strict=False))

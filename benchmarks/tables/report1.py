@@ -6,7 +6,7 @@ from typing import Any
 
 from tables import hosts
 from tables.decode import PLAIN
-from tables.rows import ENGLISH, measure, plain_way, task_of
+from tables.rows import ENGLISH, measure, plain_way
 from tables.shared import Bench, Column, Result
 
 BEAMS = 5
@@ -37,7 +37,7 @@ ROUGE_COLUMNS = [
 
 
 def _row(bench: Bench, own: dict[str, Any], model: str, decoding: str) -> dict[str, Any]:
-    printed = REPORT.get((task_of(bench), model)) if decoding == "greedy" else None
+    printed = REPORT.get((bench.task, model)) if decoding == "greedy" else None
     found = {"model": model, "decoding": decoding, **own}
     found["milliseconds"] = 1000 * own["seconds"]
     found["milliseconds_se"] = 1000 * own["seconds_se"]
@@ -63,10 +63,10 @@ def make(bench: Bench) -> Result:
     own = {record["way"]: record for record in measured.records}
     records = [_row(bench, own[way], *named[way]) for way in named]
     columns = list(COLUMNS)
-    if task_of(bench) in ENGLISH:
+    if bench.task in ENGLISH:
         columns[6:6] = ROUGE_COLUMNS
     return Result(
-        f"Models by themselves (the report's Table 1), {task_of(bench)}",
+        f"Models by themselves (the report's Table 1), {bench.task}",
         columns,
         records,
         notes=[

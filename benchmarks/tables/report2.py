@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tables.decode import PLAIN, Way
-from tables.rows import COLUMNS, MEANING, by_temperature, model_way, plain_way, size, task_of
+from tables.rows import COLUMNS, MEANING, by_temperature, model_way, plain_way, size
 from tables.shared import Bench, Column, Result
 
 DRAFT, GAMMAS, TEMPERATURES = "small", (3, 7), (0.0, 1.0)
@@ -34,7 +34,7 @@ DIFFERENCES = (
 def printed(bench: Bench, key: Any, figures: dict[Any, tuple[float, ...]]) -> dict[str, float]:
     """Return what the report prints for a row of this task, as entries of a record."""
     names = [column.key for column in REPORT_COLUMNS]
-    found = figures.get((task_of(bench), key))
+    found = figures.get((bench.task, key))
     if found is None:
         return {}
     # Two figures: BLEU and speed.
@@ -57,7 +57,7 @@ def make(bench: Bench) -> Result:
         record["gamma"] = keys.get(record["way"], 0)
         record |= printed(bench, keys.get(record["way"]), REPORT)
     return Result(
-        f"Large and small (the report's Table 2), {task_of(bench)}",
+        f"Large and small (the report's Table 2), {bench.task}",
         [*COLUMNS, *REPORT_COLUMNS],
         measured.records,
         notes=[*MEANING, DIFFERENCES],

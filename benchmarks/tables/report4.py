@@ -14,7 +14,6 @@ from tables.rows import (
     model_way,
     plain_way,
     size,
-    task_of,
 )
 from tables.shared import Bench, Column, Result
 
@@ -56,7 +55,7 @@ def make(bench: Bench) -> Result:
         rounds = sum(run.statistics.request_calls for run in own)
         record["mean_gamma"] = sum(run.statistics.drafted for run in own) / rounds
     return Result(
-        f"Varying gamma (the report's Table 4), {task_of(bench)}",
+        f"Varying gamma (the report's Table 4), {bench.task}",
         [*COLUMNS, Column("mean_gamma", "drafted a call", ".1f"), *REPORT_COLUMNS],
         measured.records,
         notes=[

@@ -16,7 +16,6 @@ from tables.rows import (
     plain_way,
     size,
     speculative,
-    task_of,
 )
 from tables.shared import Bench, Result
 
@@ -62,7 +61,7 @@ def make(bench: Bench) -> Result:
     for record in measured.records:
         record |= printed(bench, record["way"], REPORT)
     return Result(
-        f"Hierarchy (the report's Table 5), {task_of(bench)}",
+        f"Hierarchy (the report's Table 5), {bench.task}",
         [*COLUMNS, *(column for column in REPORT_COLUMNS if column.key != "report_alpha")],
         measured.records,
         notes=[

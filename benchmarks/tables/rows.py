@@ -32,9 +32,8 @@ from tables.decode import (
 )
 from tables.shared import Bench, Column, Sentence, with_estimate
 
-# Those of `benchmarks/tasks`; of the last two the texts are English, which ROUGE is made for.
-TASKS = ("translation", "summarisation", "correction")
-ENGLISH = TASKS[1:]
+# Tasks whose texts are English, which ROUGE is made for.
+ENGLISH = ("summarisation", "correction")
 
 COLUMNS = (
     Column("way", "decoding"),
@@ -70,12 +69,6 @@ class Measured:
     faults: list[str] = field(default_factory=list)
 
 
-def task_of(bench: Bench) -> str:
-    """Return the task that the models were trained on, which their folder's name begins with."""
-    folder = str(bench.options.task.name)
-    return next((task for task in TASKS if folder.startswith(task)), folder)
-
-
 def size(bench: Bench, name: str) -> Any:
     """Return the draft of a size by its name; a table that wants another one would be another."""
     if name not in bench.drafts:
@@ -106,7 +99,7 @@ def quality_of(
         "sentence_bleu_se": average.error,
         "chrf": quality.chrf(hypotheses, references),
     }
-    if task_of(bench) in ENGLISH:
+    if bench.task in ENGLISH:
         for kind, score in quality.rouge(hypotheses, references).items():
             found |= {kind: score.value, f"{kind}_se": score.error}
     return found

@@ -21,6 +21,9 @@ from specdec_ext.theory import Estimate, ratio
 FULL = {"sentences": 40, "tokens": 128, "text_tokens": 10_000}
 QUICK = {"sentences": 3, "tokens": 10, "text_tokens": 100}
 
+# Those of `benchmarks/tasks`.
+TASKS = ("translation", "summarisation", "correction")
+
 
 class Sentence(NamedTuple):
     """A pair of the test split, as tokens; both sides end with the end token."""
@@ -48,8 +51,9 @@ class Bench:
 
     @property
     def task(self) -> str:
-        """The task's name: that of the folder of its models."""
-        return str(self.options.task.name)
+        """The task that the models were trained on, which their folder's name begins with."""
+        folder = str(self.options.task.name)
+        return next((task for task in TASKS if folder.startswith(task)), folder)
 
     @property
     def target_name(self) -> str:

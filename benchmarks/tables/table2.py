@@ -115,11 +115,11 @@ def measured(bench: Bench, plain: list[Any], own: list[Any]) -> dict[str, float]
 
 def of_paper(bench: Bench, draft: str, temperature: float) -> dict[str, Any]:
     """Return the row of the paper that a row stands beside, at any gamma."""
-    if draft == BIGRAM and paper.task_of(bench.task) == "translation":
+    if draft == BIGRAM and bench.task == "translation":
         columns = ("paper_gamma", "paper_alpha", "paper_speedup")
         return {"paper_draft": BIGRAM, **dict(zip(columns, paper.BIGRAM, strict=True))}
     other = paper.beside(list(bench.drafts)).get(draft)
-    row = paper.SPEEDS.get((paper.task_of(bench.task), other or "", int(temperature)))
+    row = paper.SPEEDS.get((bench.task, other or "", int(temperature)))
     if row is None:
         return {}
     return {

@@ -50,7 +50,7 @@ def make(bench: Bench) -> Result:
         texts = forced_texts(bench, tokens=bench.options.text_tokens, **filters)
         for name, given in drafts.items():
             draft = remembered(given)
-            known = paper.ALPHAS.get((paper.task_of(bench.task), others.get(name, "")))
+            known = paper.ALPHAS.get((bench.task, others.get(name, "")))
             records.append(
                 {"sampling": sampling, "draft": name, "tokens": texts.total}
                 | with_estimate("alpha", alpha_of(texts, draft, **filters))

@@ -142,7 +142,7 @@ def verdicts(record: dict[str, Any]) -> list[str]:
 def of_paper(bench: Bench, draft: str, temperature: float) -> dict[str, Any]:
     """Return the row of the paper that a row stands beside."""
     other = paper.beside(list(bench.drafts)).get(draft)
-    row = paper.SPEEDS.get((paper.task_of(bench.task), other or "", int(temperature)))
+    row = paper.SPEEDS.get((bench.task, other or "", int(temperature)))
     if row is None:
         return {}
     return {

@@ -76,7 +76,7 @@ def make(bench: Bench) -> Result:
             record |= with_estimate("alpha", alpha_of(texts, draft, rate, temperature=1.0))
             record |= distance_of(texts, draft, lenience)
             worst = max(worst, record.pop("excess"))
-            if known is not None and paper.task_of(bench.task) == "translation":
+            if known is not None and bench.task == "translation":
                 record |= {"paper_draft": others[name], "paper_alpha": known[k]}
             records.append(record)
     records += greedy_records(bench, drafts)
@@ -147,7 +147,7 @@ def greedy_acceptance(target_logits: Tensor, draft_logits: Tensor, *, lenience: 
 def greedy_records(bench: Bench, drafts: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure acceptance at T = 0."""
     texts = forced_texts(bench, 0.0, tokens=bench.options.text_tokens)
-    translates = paper.task_of(bench.task) == "translation"
+    translates = bench.task == "translation"
     records = []
     for name, given in drafts.items():
         draft = remembered(given)

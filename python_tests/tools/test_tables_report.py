@@ -119,7 +119,7 @@ def test_rouge_is_of_english_tasks(family, folders):
     runs = runs_of(bench, bench.sentences, 1.0)
     assert "rougeL" in rows.quality_of(bench, runs, bench.sentences)
     bench.options.task = bench.options.task.with_name("translation-small")
-    assert rows.task_of(bench) == "translation"
+    assert bench.task == "translation"
     assert "rougeL" not in rows.quality_of(bench, runs, bench.sentences)
 
 
