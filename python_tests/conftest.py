@@ -135,8 +135,6 @@ class Representatives:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to each backend its share of the cases, and choose some of them if asked to."""
     share_out(config, items)
-    # What takes long begins first, or one process ends with it while the others wait.
-    items.sort(key=lambda item: item.get_closest_marker("thorough") is None)
     if not config.getoption("--representative"):
         return
     representatives = Representatives()

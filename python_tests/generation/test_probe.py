@@ -254,6 +254,7 @@ def test_answers_that_depend_on_nothing_settle_nothing():
 
 
 def test_a_model_in_training_mode_is_not_asked():
+    probe._found.clear()  # of its class in evaluation mode
     target, _ = build("llama")
     target.train()
     state = torch.random.get_rng_state()

@@ -10,6 +10,7 @@ for as long as the process lives, for each model class, configuration and dtype.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -288,7 +289,8 @@ class _Probe:
         if fault is None:
             span = self._reach(span)
             expected = torch.cat([self._chain(self.tail, span), self._chain(branch, span)[-1:]])
-            fault = self._fault(plain, "at the nodes of a tree", expected, self._tree, span)
+            far = plain._replace(tolerance=max(plain.tolerance, self._tolerance_behind(span)))
+            fault = self._fault(far, "at the nodes of a tree", expected, self._tree, span)
         return fault
 
     # ---- answers ---------------------------------------------------------------------------------
@@ -306,11 +308,22 @@ class _Probe:
             raise _Unsettled(insensitive)
         return _Answers(rows, tolerance, sensitivity)
 
-    def _rounding(self, rows: Tensor) -> float:
-        """Return by how much rounding alone may change logits."""
+    def _tolerance_behind(self, gap: int) -> float:
+        """Return by how much plain answers behind so many slots may differ: far away they do more.
+
+        Attention sums over all slots, in float32 whatever the model's own type, and what n terms'
+        rounding comes to grows with the square root of n.
+        """
+        rows = self._chain(self.tail, gap)
+        noise = _difference(rows, self._behind(gap))
+        sums = self._rounding(rows, torch.float32) * math.sqrt(1 + gap / (CONTEXT + TAIL))
+        return max(SAME * noise, self._rounding(rows), sums)
+
+    def _rounding(self, rows: Tensor, dtype: torch.dtype | None = None) -> float:
+        """Return by how much rounding alone, to the model's type or another, may change logits."""
         finite = rows[rows.isfinite()]
         largest = float(finite.abs().max()) if finite.numel() else 0.0
-        dtype = getattr(self.model, "dtype", torch.float32)
+        dtype = dtype or getattr(self.model, "dtype", torch.float32)
         dtype = torch.float32 if dtype == torch.float64 else dtype  # as logits come here
         return ROUNDING * float(torch.finfo(dtype).eps) * largest
 
