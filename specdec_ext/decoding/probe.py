@@ -323,9 +323,9 @@ class _Probe:
         """Return by how much rounding alone, to the model's type or another, may change logits."""
         finite = rows[rows.isfinite()]
         largest = float(finite.abs().max()) if finite.numel() else 0.0
-        dtype = dtype or getattr(self.model, "dtype", torch.float32)
-        dtype = torch.float32 if dtype == torch.float64 else dtype  # as logits come here
-        return ROUNDING * float(torch.finfo(dtype).eps) * largest
+        kind: Any = dtype or getattr(self.model, "dtype", torch.float32)
+        kind = torch.float32 if kind == torch.float64 else kind  # as logits come here
+        return ROUNDING * float(torch.finfo(kind).eps) * largest
 
     def _find_first(self, plain: _Answers) -> bool:
         """Find the position id of a text's first token, by which the answers stay the same."""
