@@ -10,9 +10,9 @@ from typing import Any
 
 from specdec_ext.decoding import AggressiveDrafter, LookupDrafter
 from tables import hosts
-from tables.decode import PLAIN, Reading, Way, speedup
+from tables.decode import PLAIN, Reading, Way, plain_way, speculative, speedup
 from tables.kinds import draw as draw_kinds
-from tables.rows import COLUMNS, MEANING, Measured, measure, plain_way, speculative
+from tables.rows import COLUMNS, MEANING, Measured, measure
 from tables.shared import Bench, Result
 
 GAMMAS = (3, 5, 10, 20)

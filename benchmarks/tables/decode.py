@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench_generate import Run, by_turns, timed
@@ -101,6 +101,23 @@ def way(bench: Bench, draft: Drafting | None, **options: Any) -> Way:
     return run
 
 
+def plain_way(bench: Bench, temperature: float) -> Way:
+    """Return plain decoding in the same loop."""
+    return way(bench, None, temperature=temperature)
+
+
+def speculative(
+    bench: Bench, draft: Drafting, gamma: Any, temperature: float, **options: Any
+) -> Way:
+    """Return speculative decoding by Leviathan et al.'s Algorithm 1, at temperature 0 greedily."""
+    return way(bench, draft, gamma=gamma, temperature=temperature, rule="token", **options)
+
+
+def model_way(bench: Bench, draft: Any, gamma: Any, temperature: float) -> Way:
+    """Return `speculative` decoding with a smaller model."""
+    return speculative(bench, by_model(draft), gamma, temperature)
+
+
 def decode(
     bench: Bench, ways: Mapping[str, Way], seed: int | None = None,
     sentences: Sequence[Sentence] | None = None,
@@ -179,6 +196,33 @@ def greedy_bar(runs: Mapping[str, Sequence[Run]], faults: list[str], ties: list[
         f"T 0: {texts - len(faults) - len(ties)} of {texts} texts are plain decoding's, "
         f"{len(ties)} differ at a tie, {len(faults)} are wrong: {verdict}"
     )
+
+
+class Decoded(NamedTuple):
+    """Runs of each way, and at temperature 0 whether their texts are plain decoding's."""
+
+    runs: dict[str, list[Run]]
+    faults: list[str]
+    bars: list[str]
+
+
+def decode_at(bench: Bench, temperature: float, ways: Mapping[str, Way]) -> Decoded:
+    """Decode plainly and in other ways; at temperature 0 compare all texts with the plain ones.
+
+    Parameters
+    ----------
+    bench : Bench
+        Its largest model is the target.
+    temperature : float
+        That all ways decode at.
+    ways : mapping
+        Name to way, all under lossless rules.
+    """
+    runs = decode(bench, {PLAIN: plain_way(bench, temperature), **ways})
+    if temperature > 0:
+        return Decoded(runs, [], [])
+    faults, ties = greedy_faults(bench, runs)
+    return Decoded(runs, faults, [greedy_bar(runs, faults, ties)])
 
 
 # ---- what was measured ---------------------------------------------------------------------------

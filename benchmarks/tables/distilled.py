@@ -12,13 +12,10 @@ from tables.costs import clocked
 from tables.decode import (
     PLAIN,
     accepted_of_tested,
-    by_model,
-    decode,
-    greedy_bar,
-    greedy_faults,
+    decode_at,
+    model_way,
     speedup,
     tokens_a_call,
-    way,
 )
 from tables.forced import Rows, Texts, alpha_of, forced_texts, rates, remembered
 from tables.shared import Bench, Column, Result, estimate_over, with_estimate
@@ -63,15 +60,10 @@ def make(bench: Bench) -> Result:
     for temperature in (0.0, 1.0):
         tokens = -(-bench.options.text_tokens // 2)
         texts = forced_texts(bench, temperature, tokens=tokens)
-        rule = "token" if temperature else "greedy"
-        ways = {PLAIN: way(bench, None, temperature=temperature)} | {
-            name: way(bench, by_model(model), gamma=GAMMA, rule=rule, temperature=temperature)
-            for name, model in drafts.items()
-        }
-        runs = decode(bench, ways)
-        if temperature == 0:
-            faults, ties = greedy_faults(bench, runs)
-            bars.append(greedy_bar(runs, faults, ties))
+        ways = {name: model_way(bench, model, GAMMA, temperature) for name, model in drafts.items()}
+        runs, wrong, lines = decode_at(bench, temperature, ways)
+        faults += wrong
+        bars += lines
         number, own_records = len(bench.sentences), {}
         rows = {name: remembered(model) for name, model in drafts.items()}
         for name in drafts:

@@ -18,8 +18,8 @@ from pair.seq2seq.schedule import Pace
 from pair.seq2seq.training import Options, train
 
 from specdec_ext.decoding import NgramDrafter
-from tables.decode import PLAIN, Way, by_model, tokens_a_call
-from tables.rows import COLUMNS, MEANING, Measured, measure, plain_way, speculative
+from tables.decode import PLAIN, Way, by_model, plain_way, speculative, tokens_a_call
+from tables.rows import COLUMNS, MEANING, Measured, measure
 from tables.shared import Bench, Column, Result, Sentence
 
 GAMMA, ORDER = 4, 3

@@ -15,14 +15,11 @@ from tables.costs import clocked, total
 from tables.decode import (
     PLAIN,
     accepted_of_tested,
-    by_model,
-    decode,
-    greedy_bar,
-    greedy_faults,
+    decode_at,
     loop_only,
+    model_way,
     speedup,
     tokens_a_call,
-    way,
 )
 from tables.expected import corrected_factor, expected_rounds
 from tables.shared import Bench, Column, Result, with_estimate
@@ -41,21 +38,20 @@ def decoded(
     bench: Bench, drafts: list[str], gammas: tuple[int, ...]
 ) -> tuple[dict[tuple[float, str, int], tuple[list[Run], list[Run]]], list[str], list[str]]:
     """Decode at both temperatures; return plain and own runs of each way, faults, and bars."""
-    found, faults, bars = {}, [], []
+    found: dict[tuple[float, str, int], tuple[list[Run], list[Run]]] = {}
+    faults: list[str] = []
+    bars: list[str] = []
     gammas = gammas[-2:] if bench.options.quick else gammas
     for temperature in TEMPERATURES:
-        rule = "token" if temperature else "greedy"
-        ways, keys = {PLAIN: way(bench, None, temperature=temperature)}, {}
+        ways, keys = {}, {}
         for name in drafts:
             for gamma in gammas:
                 key = f"{name}, gamma {gamma}"
                 keys[key] = temperature, name, gamma
-                draft = by_model(bench.drafts[name])
-                ways[key] = way(bench, draft, gamma=gamma, rule=rule, temperature=temperature)
-        runs = decode(bench, ways)
-        if temperature == 0:
-            faults, ties = greedy_faults(bench, runs)
-            bars.append(greedy_bar(runs, faults, ties))
+                ways[key] = model_way(bench, bench.drafts[name], gamma, temperature)
+        runs, wrong, lines = decode_at(bench, temperature, ways)
+        faults += wrong
+        bars += lines
         found |= {keys[key]: (runs[PLAIN], runs[key]) for key in keys}
     return found, faults, bars
 

@@ -15,16 +15,7 @@ from torch import Tensor
 from specdec_ext import theory
 from specdec_ext.theory import Estimate
 from tables.costs import total
-from tables.decode import (
-    PLAIN,
-    accepted_of_tested,
-    by_model,
-    decode,
-    greedy_bar,
-    greedy_faults,
-    tokens_a_call,
-    way,
-)
+from tables.decode import accepted_of_tested, decode_at, model_way, tokens_a_call
 from tables.forced import forced_texts, rates
 from tables.shared import Bench, Column, Result, with_estimate
 
@@ -104,17 +95,13 @@ def make(bench: Bench) -> Result:
     records, faults, bars = [], [], []
     for temperature in (0.0, 1.0):
         texts = forced_texts(bench, temperature, tokens=bench.options.text_tokens)
-        rule = "token" if temperature else "greedy"
-        ways = {PLAIN: way(bench, None, temperature=temperature)} | {
-            name: way(
-                bench, by_model(model), gamma=GAMMA, rule=rule, temperature=temperature
-            )
+        ways = {
+            name: model_way(bench, model, GAMMA, temperature)
             for name, model in bench.drafts.items()
-        }  # fmt: skip
-        runs = decode(bench, ways)
-        if temperature == 0:
-            faults, ties = greedy_faults(bench, runs)
-            bars.append(greedy_bar(runs, faults, ties))
+        }
+        runs, wrong, lines = decode_at(bench, temperature, ways)
+        faults += wrong
+        bars += lines
         for name, model in bench.drafts.items():
             betas = list(rates(texts, model, temperature=temperature))
             counts, first = total(runs[name]), len(records)

@@ -14,15 +14,8 @@ from specdec_ext.decoding import (
     StackedDrafter,
     UniformDrafter,
 )
-from tables.decode import PLAIN, Drafting, Reading, Way, by_model
-from tables.rows import (
-    COLUMNS,
-    COUNTS,
-    by_temperature,
-    cost_ratio,
-    plain_way,
-    speculative,
-)
+from tables.decode import PLAIN, Drafting, Reading, Way, by_model, plain_way, speculative
+from tables.rows import COLUMNS, COUNTS, by_temperature, cost_ratio
 from tables.shared import Bench, Column, Result
 
 GAMMA, COPIED, INNER, TEMPERATURES = 4, 10, 2, (0.0, 1.0)

@@ -75,6 +75,12 @@ def beside(drafts: list[str]) -> dict[str, str]:
     return dict(zip(drafts, DRAFTS, strict=False))
 
 
+def speed(task: str, drafts: list[str], draft: str, temperature: float) -> tuple[str, Speed | None]:
+    """Return the paper's draft that one of ``drafts`` stands beside, and its row, if any."""
+    other = beside(drafts).get(draft, "")
+    return other, SPEEDS.get((task, other, int(temperature)))
+
+
 # alpha, gamma, operations, speed at c = 0: Table 1.
 OPERATIONS = (
     (0.6, 2, 1.53, 1.96),

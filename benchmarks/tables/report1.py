@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tables import hosts
-from tables.decode import PLAIN
-from tables.rows import ENGLISH, measure, plain_way
+from tables.decode import PLAIN, plain_way
+from tables.rows import ENGLISH, measure
 from tables.shared import Bench, Column, Result
 
 BEAMS = 5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.decode import PLAIN, Way
-from tables.rows import COLUMNS, MEANING, by_temperature, model_way, plain_way, size
+from tables.decode import PLAIN, Way, model_way, plain_way
+from tables.rows import COLUMNS, MEANING, by_temperature, size
 from tables.shared import Bench, Column, Result
 
 DRAFT, GAMMAS, TEMPERATURES = "small", (3, 7), (0.0, 1.0)

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from specdec_ext import theory
 from specdec_ext.decoding import GradientAscent, RenewalRule
-from tables.decode import PLAIN, Way, by_model
+from tables.decode import PLAIN, Way, by_model, model_way, plain_way
 from tables.report2 import DIFFERENCES, DRAFT, REPORT_COLUMNS, draw, printed
-from tables.rows import (
-    COLUMNS,
-    MEANING,
-    by_temperature,
-    cost_ratio,
-    model_way,
-    plain_way,
-    size,
-)
+from tables.rows import COLUMNS, MEANING, by_temperature, cost_ratio, size
 from tables.shared import Bench, Column, Result
 
 GAMMAS, LIMIT, TEMPERATURES = (1, 3, 5, 7), 12, (0.0, 1.0)

@@ -6,17 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec_ext.decoding import HierarchicalDrafter
-from tables.decode import PLAIN, Reading, Way
+from tables.decode import PLAIN, Reading, Way, model_way, plain_way, speculative
 from tables.report2 import DIFFERENCES, REPORT_COLUMNS, draw, printed
-from tables.rows import (
-    COLUMNS,
-    MEANING,
-    by_temperature,
-    model_way,
-    plain_way,
-    size,
-    speculative,
-)
+from tables.rows import COLUMNS, MEANING, by_temperature, size
 from tables.shared import Bench, Result
 
 SMALL, BASE, GAMMA, TEMPERATURES = "small", "base", 3, (0.0, 1.0)

@@ -21,14 +21,14 @@ from tables.decode import (
     Way,
     accepted_of_drafted,
     accepted_of_tested,
-    by_model,
     decode,
     greedy_bar,
     greedy_faults,
     merged,
+    plain_way,
+    speculative,
     speedup,
     tokens_a_call,
-    way,
 )
 from tables.shared import Bench, Column, Sentence, with_estimate
 
@@ -164,21 +164,6 @@ def measure(
         found.faults += faults
         found.bars.append(greedy_bar(alike, faults, ties))
     return found
-
-
-def model_way(bench: Bench, draft: Any, gamma: Any, temperature: float) -> Way:
-    """Return speculative decoding with a smaller model and the report's rule, Algorithm 1."""
-    return speculative(bench, by_model(draft), gamma, temperature)
-
-
-def speculative(bench: Bench, draft: Drafting, gamma: Any, temperature: float) -> Way:
-    """Return speculative decoding with the rule of Leviathan et al.'s Algorithm 1."""
-    return way(bench, draft, gamma=gamma, temperature=temperature, rule="token")
-
-
-def plain_way(bench: Bench, temperature: float) -> Way:
-    """Return plain decoding in the same loop."""
-    return way(bench, None, temperature=temperature)
 
 
 def cost_ratio(bench: Bench, draft: Drafting, gamma: int = 3) -> float:

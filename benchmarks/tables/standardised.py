@@ -11,12 +11,10 @@ from tables.decode import (
     PLAIN,
     accepted_of_tested,
     by_model,
-    decode,
-    greedy_bar,
-    greedy_faults,
+    decode_at,
+    speculative,
     speedup,
     tokens_a_call,
-    way,
 )
 from tables.forced import Texts, forced_texts, rates, remembered
 from tables.shared import Bench, Column, Result, estimate_over, with_estimate
@@ -113,25 +111,19 @@ def decoded(
     tuple of list
         Faults and bars, at T = 0.
     """
-    ways = {PLAIN: way(bench, None, temperature=temperature)}
+    ways, drafting = {}, by_model(bench.drafts[draft])
     for record in tried:
         law = {name: record[name] for name in ("draft_temperature", "draft_top_p")}
-        ways[f"{draft}, {law}"] = way(
-            bench, by_model(bench.drafts[draft]), gamma=GAMMA, temperature=temperature,
-            rule="token", **law,
-        )  # fmt: skip
         record["way"] = f"{draft}, {law}"
-    runs = decode(bench, ways)
+        ways[record["way"]] = speculative(bench, drafting, GAMMA, temperature, **law)
+    runs, faults, bars = decode_at(bench, temperature, ways)
     number = len(bench.sentences)
     for record in tried:
         own = runs[record.pop("way")]
         record |= with_estimate("accepted_of_tested", accepted_of_tested(own, number))
         record |= with_estimate("tokens_a_call", tokens_a_call(own, number))
         record |= with_estimate("speedup", speedup(runs[PLAIN], own, number))
-    if temperature > 0:
-        return [], []
-    faults, ties = greedy_faults(bench, runs)
-    return faults, [greedy_bar(runs, faults, ties)]
+    return faults, bars
 
 
 def draw(pyplot: Any, records: list[dict[str, Any]]) -> Any:

@@ -11,9 +11,7 @@ from tables.decode import (
     accepted_of_drafted,
     accepted_of_tested,
     by_model,
-    decode,
-    greedy_bar,
-    greedy_faults,
+    decode_at,
     loop_only,
     speedup,
     tokens_a_call,
@@ -65,8 +63,7 @@ def make(bench: Bench) -> Result:
     bigram, bigram_rows = by_bigram(bench), ngrams_of(bench).bigram
     for temperature in (0.0, 1.0):
         rules = ("token", "block") if temperature else ("greedy",)
-        ways = {PLAIN: way(bench, None, temperature=temperature)}
-        settings = {}
+        ways, settings = {}, {}
         for name, model in bench.drafts.items():
             for gamma in gammas:
                 for rule in rules[: 2 if gamma == gammas[-1] else 1]:
@@ -78,10 +75,9 @@ def make(bench: Bench) -> Result:
         gamma, rule = paper.BIGRAM[0], rules[0]
         settings[BIGRAM] = BIGRAM, gamma, rule
         ways[BIGRAM] = way(bench, bigram, gamma=gamma, rule=rule, temperature=temperature)
-        runs = decode(bench, ways)
-        if temperature == 0:
-            faults, ties = greedy_faults(bench, runs)
-            bars.append(greedy_bar(runs, faults, ties))
+        runs, wrong, lines = decode_at(bench, temperature, ways)
+        faults += wrong
+        bars += lines
         texts = forced_texts(bench, temperature)
         alphas = {
             name: alpha_of(texts, model, temperature=temperature)
@@ -118,8 +114,7 @@ def of_paper(bench: Bench, draft: str, temperature: float) -> dict[str, Any]:
     if draft == BIGRAM and bench.task == "translation":
         columns = ("paper_gamma", "paper_alpha", "paper_speedup")
         return {"paper_draft": BIGRAM, **dict(zip(columns, paper.BIGRAM, strict=True))}
-    other = paper.beside(list(bench.drafts)).get(draft)
-    row = paper.SPEEDS.get((bench.task, other or "", int(temperature)))
+    other, row = paper.speed(bench.task, list(bench.drafts), draft, temperature)
     if row is None:
         return {}
     return {

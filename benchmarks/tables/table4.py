@@ -10,14 +10,11 @@ from tables.costs import clocked, forward_seconds, plain_rest
 from tables.decode import (
     PLAIN,
     accepted_of_tested,
-    by_model,
-    decode,
-    greedy_bar,
-    greedy_faults,
+    decode_at,
     loop_only,
+    model_way,
     speedup,
     tokens_a_call,
-    way,
 )
 from tables.expected import corrected_factor, factor_of_lengths
 from tables.forced import alpha_of, forced_texts
@@ -67,16 +64,14 @@ def make(bench: Bench) -> Result:
     records, faults, bars = [], [], []
     alone = forward_seconds(bench, bench.family.models, [1], budget=1.0)
     for temperature, gammas in GAMMAS.items():
-        ways = {PLAIN: way(bench, None, temperature=temperature)}
-        rule = "token" if temperature else "greedy"
         chosen = dict(zip(bench.drafts, gammas, strict=False))
-        for name, gamma in chosen.items():
-            draft = by_model(bench.drafts[name])
-            ways[name] = way(bench, draft, gamma=gamma, rule=rule, temperature=temperature)
-        runs = decode(bench, ways)
-        if temperature == 0:
-            faults, ties = greedy_faults(bench, runs)
-            bars.append(greedy_bar(runs, faults, ties))
+        ways = {
+            name: model_way(bench, bench.drafts[name], gamma, temperature)
+            for name, gamma in chosen.items()
+        }
+        runs, wrong, lines = decode_at(bench, temperature, ways)
+        faults += wrong
+        bars += lines
         texts = forced_texts(bench, temperature)
         for name, gamma in chosen.items():
             record = {"temperature": temperature, "draft": name, "gamma": gamma}
@@ -141,8 +136,7 @@ def verdicts(record: dict[str, Any]) -> list[str]:
 
 def of_paper(bench: Bench, draft: str, temperature: float) -> dict[str, Any]:
     """Return the row of the paper that a row stands beside."""
-    other = paper.beside(list(bench.drafts)).get(draft)
-    row = paper.SPEEDS.get((bench.task, other or "", int(temperature)))
+    other, row = paper.speed(bench.task, list(bench.drafts), draft, temperature)
     if row is None:
         return {}
     return {

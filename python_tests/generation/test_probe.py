@@ -264,6 +264,52 @@ def test_a_model_in_training_mode_is_not_asked():
         probe.check_trees(target, 64, static=False)
 
 
+def llama(kind=hf.LlamaForCausalLM, dtype=torch.float32):
+    config = hf.LlamaConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=4096, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return kind(config).eval().to(dtype)
+
+
+@torch.inference_mode()
+def test_tolerance_behind_many_slots():
+    """It grows with the square root of the slots, and stays far below what a context changes."""
+    asked = probe._Probe(llama())
+    plain = asked._plain(untried=None, insensitive=None)
+    near, far = (asked._far(plain, gap).tolerance for gap in (0, 1600))
+    assert near == plain.tolerance
+    assert 2 * near < far < 40 * near  # the logits far away are smaller ones
+    assert far < 1e-3 * plain.sensitivity
+    # A bfloat16 model's own rounding covers the float32 sums of its attention.
+    asked = probe._Probe(llama(dtype=torch.bfloat16))
+    plain = asked._plain(untried=None, insensitive=None)
+    assert asked._far(plain, 1600).tolerance < 4 * plain.tolerance
+
+
+@pytest.mark.parametrize("check", [probe.check_trees, probe.check_static])
+def test_control_one_slot_of_a_thousand(check):
+    """A model that overlooks a single slot, and only behind many others."""
+
+    class Overlooks(hf.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+            if attention_mask is not None and attention_mask.shape[-1] > 900:
+                attention_mask = attention_mask.clone()
+                hidden = False if attention_mask.dtype == torch.bool else 0
+                if attention_mask.is_floating_point():
+                    hidden = torch.finfo(attention_mask.dtype).min
+                attention_mask[..., 5] = hidden
+            return super().forward(
+                input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
+            )
+
+    how = {"static": False} if check is probe.check_trees else {}
+    check(llama(), 1000, **how)
+    with pytest.raises(ValueError, match="Overlooks gives other answers"):
+        check(llama(Overlooks), 1000, **how)
+
+
 def test_rows_share_a_cache_where_they_may():
     ends = torch.tensor([20, 20])
     assert isinstance(host_model(build("gpt_neo")[0], ends), CachedModel)

@@ -126,13 +126,13 @@ def test_rouge_is_of_english_tasks(family, folders):
 def test_wrong_output_is_found(family, folders):
     """A way that is not lossless, among ways that are."""
     bench = bench_of(family, folders, "report2", "--quick")
-    right = rows.model_way(bench, family.models["small"], 3, 0.0)
+    right = decode.model_way(bench, family.models["small"], 3, 0.0)
 
     def wrong(sentence, seed):
         run = right(sentence, seed)
         return run._replace(tokens=[[run.tokens[0][0] ^ 1, *run.tokens[0][1:]]])
 
-    ways = {decode.PLAIN: rows.plain_way(bench, 0.0), "right": right}
+    ways = {decode.PLAIN: decode.plain_way(bench, 0.0), "right": right}
     found = rows.measure(bench, ways, 0.0)
     assert not found.faults and found.bars[0].endswith("PASS")
     found = rows.measure(bench, ways | {"wrong": wrong}, 0.0)

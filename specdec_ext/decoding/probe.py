@@ -274,9 +274,8 @@ class _Probe:
         if not self._find_first(plain):
             return "cannot be run over a static cache: it counts positions or distances in slots"
         span = self._reach(span)
-        return self._fault(
-            plain, "over a static cache", self._behind(span), self._behind, span, True
-        )
+        far = self._far(plain, span)
+        return self._fault(far, "over a static cache", self._behind(span), self._behind, span, True)
 
     def tree_fault(self, span: int) -> str | None:
         """Say what is wrong with the answers at a tree's nodes, None if nothing is."""
@@ -289,7 +288,7 @@ class _Probe:
         if fault is None:
             span = self._reach(span)
             expected = torch.cat([self._chain(self.tail, span), self._chain(branch, span)[-1:]])
-            far = plain._replace(tolerance=max(plain.tolerance, self._tolerance_behind(span)))
+            far = self._far(plain, span)
             fault = self._fault(far, "at the nodes of a tree", expected, self._tree, span)
         return fault
 
@@ -308,8 +307,8 @@ class _Probe:
             raise _Unsettled(insensitive)
         return _Answers(rows, tolerance, sensitivity)
 
-    def _tolerance_behind(self, gap: int) -> float:
-        """Return by how much plain answers behind so many slots may differ: far away they do more.
+    def _far(self, plain: _Answers, gap: int) -> _Answers:
+        """Return the plain answers with the tolerance of answers behind ``gap`` slots more.
 
         Attention sums over all slots, in float32 whatever the model's own type, and what n terms'
         rounding comes to grows with the square root of n.
@@ -317,7 +316,8 @@ class _Probe:
         rows = self._chain(self.tail, gap)
         noise = _difference(rows, self._behind(gap))
         sums = self._rounding(rows, torch.float32) * math.sqrt(1 + gap / (CONTEXT + TAIL))
-        return max(SAME * noise, self._rounding(rows), sums)
+        tolerance = max(plain.tolerance, SAME * noise, self._rounding(rows), sums)
+        return plain._replace(tolerance=tolerance)
 
     def _rounding(self, rows: Tensor, dtype: torch.dtype | None = None) -> float:
         """Return by how much rounding alone, to the model's type or another, may change logits."""
