@@ -9,7 +9,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from pair.seq2seq.data import BUCKETS, Batches, Pairs  # noqa: E402
+from pair.seq2seq.data import BUCKETS, Batches, Copies, Pairs  # noqa: E402
 from pair.seq2seq.schedule import Pace, budget_of, lr_factor, seconds_of  # noqa: E402
 from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
 from pair.seq2seq.training import Options, average_weights, train  # noqa: E402
@@ -104,6 +104,38 @@ def test_batches():
         Batches(Pairs([[2] * 129], [[2]]), 24, 0)
 
 
+def test_copies():
+    pairs = Pairs([[5, 1]], [[7, 7, 7, 9, 1]])
+    copies = Copies(pairs, tokens=60, seed=0)
+    batches = [copies.batch(step, CPU) for step in range(60)]
+    low, high = Copies.LENGTHS
+    assert {batch.labels.shape[1] - 1 for batch in batches} == set(range(low, high + 1))
+    for batch in batches:
+        assert torch.equal(batch.inputs, batch.labels) and batch.mask.all()
+        assert 60 - batch.labels.shape[1] < batch.labels.numel() <= 60
+        assert (batch.labels[:, -1] == 1).all() and (batch.labels[:, :-1] > 1).all()
+    drawn = torch.cat([batch.labels[:, :-1].flatten() for batch in batches])
+    assert set(drawn.tolist()) == {7, 9}
+    share = (drawn == 7).double().mean().item()
+    assert share == pytest.approx(0.75, abs=5 * math.sqrt(0.75 * 0.25 / len(drawn)))
+    again = Copies(pairs, tokens=60, seed=0)
+    assert torch.equal(again.batch(7, CPU).labels, batches[7].labels)
+    assert not torch.equal(Copies(pairs, 60, 1).batch(7, CPU).labels, batches[7].labels)
+
+
+def test_copying_comes_first(tmp_path):
+    """Of 20 steps 5 copy: no epoch is counted for them, and the text begins at its beginning."""
+    pairs = reversals(40)
+    options = Options(batch_tokens=64, copying=0.25)
+    with_copies, report = train_tiny(tmp_path / "a", Pace(steps=20), pairs, options)
+    assert report.steps == 20
+    assert report.epochs == 15 / Batches(pairs, 64, 0).per_epoch
+    options = Options(batch_tokens=64)
+    without, report = train_tiny(tmp_path / "b", Pace(steps=20), pairs, options)
+    assert report.epochs == 20 / Batches(pairs, 64, 0).per_epoch
+    assert not torch.equal(with_copies.shared.weight, without.shared.weight)
+
+
 class Interruption(Exception):
     pass
 
@@ -119,18 +151,21 @@ def test_resumed_to_the_bit(tmp_path):
 
         return on_step
 
-    whole, report = train_tiny(tmp_path / "whole", Pace(steps=150))
+    options = Options(batch_tokens=64, copying=0.1)
+    whole, report = train_tiny(tmp_path / "whole", Pace(steps=150), options=options)
     assert (report.steps, report.averaged) == (150, 10)
-    for at in (31, 143):
+    for at in (11, 31, 143):
         with pytest.raises(Interruption):
-            train_tiny(tmp_path / "parts", Pace(steps=150), on_step=interrupt(at))
+            train_tiny(tmp_path / "parts", Pace(steps=150), options=options, on_step=interrupt(at))
     steps = []
-    parts, report = train_tiny(tmp_path / "parts", Pace(steps=150), on_step=steps.append)
+    parts, report = train_tiny(
+        tmp_path / "parts", Pace(steps=150), options=options, on_step=steps.append
+    )
     assert 1 < steps[0] <= 144  # it did not begin again
     assert report.averaged == 10
     for name, value in whole.state_dict().items():
         assert torch.equal(value, parts.state_dict()[name]), name
-    again, _ = train_tiny(tmp_path / "parts", Pace(steps=150), on_step=pytest.fail)
+    again, _ = train_tiny(tmp_path / "parts", Pace(steps=150), options=options, on_step=pytest.fail)
     assert torch.equal(again.shared.weight, whole.shared.weight)
     other, _ = train_tiny(tmp_path / "other", Pace(steps=150), options=Options(1, 64))
     assert not torch.equal(other.shared.weight, whole.shared.weight)

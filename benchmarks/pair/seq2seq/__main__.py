@@ -81,7 +81,7 @@ def run_train(given: argparse.Namespace) -> int:
     device = device_of(given)
     tokenizer, splits, _ = load_prepared(given.work)
     budget = budget_of(given.budget)
-    options = options_of(given, budget)
+    options = replace(options_of(given, budget), copying=given.copying)
     seconds = seconds_of(budget.minutes, {name: TIME_SHARES[name] for name in given.sizes})
     steps = None
     if budget.epochs is not None:
@@ -225,6 +225,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     command.set_defaults(run=run_train)
     add = command.add_argument
     add("--budget", default="small", help=f"{', '.join(BUDGETS)} or minutes for all sizes (small)")
+    add("--copying", type=float, default=Options.copying,
+        help="the first part of the way, in which random tokens are copied")  # fmt: skip
     add("--sizes", default=",".join(SIZES), help="with commas between (all)")
 
     command = commands.add_parser("distill", parents=[shared, training])

@@ -209,6 +209,44 @@ class Batches:
         return [batches[k] for k in torch.randperm(len(batches), generator=generator).tolist()]
 
 
+class Copies:
+    """Batches of random tokens to be copied: the source is the target.
+
+    A small model that reads little text takes long to find out that the source says what comes
+    next: what the target's own words say is learned first. Random tokens say nothing of each other,
+    so that their loss falls only as far as the decoder finds its place in the source (compare
+    Currey et al. 2017, "Copied monolingual data improves low-resource neural machine translation").
+    Tokens come as often as in the pairs' targets; all rows of a batch are of one length.
+
+    Parameters
+    ----------
+    pairs : Pairs
+        Whose target tokens are drawn.
+    tokens : int
+        Of a batch, at most.
+    seed : int
+        Batch number ``step`` depends on it and the seed alone.
+    """
+
+    # Longer ones teach nothing new at first, and take longer to be learned.
+    LENGTHS = (2, 16)
+
+    def __init__(self, pairs: Pairs, tokens: int, seed: int) -> None:
+        kept = [token for row in pairs.targets for token in row if token not in (PAD_ID, EOS_ID)]
+        self._kept = torch.tensor(kept)
+        self._tokens, self._seed = tokens, seed
+
+    def batch(self, step: int, device: torch.device) -> Batch:
+        """Return a batch, every row ended by ``</s>``."""
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
+        low, high = self.LENGTHS
+        length = int(torch.randint(low, high + 1, (), generator=generator))
+        shape = max(1, self._tokens // (length + 1)), length
+        drawn = self._kept[torch.randint(len(self._kept), shape, generator=generator)]
+        rows = torch.nn.functional.pad(drawn, (0, 1), value=EOS_ID).to(device)
+        return Batch(rows, torch.ones_like(rows, dtype=torch.bool), rows)
+
+
 def in_order(pairs: Pairs, rows: int) -> Iterator[list[int]]:
     """Yield batches of all pairs, the longest source first: for measuring and translating."""
     order = sorted(range(len(pairs)), key=lambda row: -len(pairs.sources[row]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import T5ForConditionalGeneration
 
 from pair.data import save_atomically
-from pair.seq2seq.data import IGNORED, Batch, Batches, Pairs, batch_of
+from pair.seq2seq.data import IGNORED, Batch, Batches, Copies, Pairs, batch_of
 from pair.seq2seq.schedule import Pace, lr_factor
 from pair.seq2seq.sizes import EMBEDDING_LR, PEAK_LR_TIMES_WIDTH
 
@@ -49,6 +49,8 @@ class Options:
     clip_norm: float = 5.0
     lr_scale: float = 1.0
     bfloat16: bool = False
+    # The first part of the way, in which random tokens are copied, see `Copies`.
+    copying: float = 0.0
     loss: str = LABELS
     # The model whose weights it begins with; none if it is empty.
     start: str = ""
@@ -82,7 +84,7 @@ def build_optimizer(model: T5ForConditionalGeneration, options: Options) -> torc
         },
         {"params": vectors, "lr": peak, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-6)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-6, fused=True)
 
 
 def forward_logits(model: T5ForConditionalGeneration, batch: Batch, bfloat16: bool) -> Tensor:
@@ -242,6 +244,8 @@ def train(
         If the folder holds the checkpoint of a training with other options.
     """
     batches = Batches(pairs, options.batch_tokens, options.seed)
+    copies = Copies(pairs, options.batch_tokens, options.seed)
+    copying_options = replace(options, loss=LABELS, label_smoothing=0.0)
     identity = {
         **asdict(options),
         "pairs": len(pairs),
@@ -253,13 +257,12 @@ def train(
     checkpoints = Checkpoints(folder, identity)
     optimizer = build_optimizer(model.to(device), options)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    step, loss_average = 0, math.nan
+    step, copied, loss_average = 0, 0, math.nan
     if (state := checkpoints.load(device)) is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        step, loss_average = state["step"], state["loss"]
+        step, copied, loss_average = state["step"], state["copied"], state["loss"]
         pace.used += state["seconds"]
-    model.train()
     before = pace.progress(step)
     if state is not None and state["finished"]:
         before = 1.0
@@ -271,7 +274,15 @@ def train(
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * lr_factor(before, options.warmup, options.cooldown)
             torch.manual_seed(options.seed * 1_000_003 + step)
-            loss = batch_loss(model, batch_of(pairs, batches[step], device), options, teacher)
+            is_copy = before < options.copying
+            # Dropout and smoothed labels only delay what has a single right answer.
+            model.train(not is_copy)
+            if is_copy:
+                loss = batch_loss(model, copies.batch(step, device), copying_options)
+                copied += 1
+            else:
+                batch = batch_of(pairs, batches[step - copied], device)
+                loss = batch_loss(model, batch, options, teacher)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
             optimizer.step()
@@ -287,6 +298,7 @@ def train(
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "step": step,
+                    "copied": copied,
                     "loss": loss_average,
                     "seconds": pace.seconds_used(),
                     "finished": after >= 1.0,
@@ -302,4 +314,5 @@ def train(
     model.eval()
     # A finished training that is run again only loads its weights: its time is that of the state.
     seconds = state["seconds"] if state is not None else pace.seconds_used()
-    return Report(step, step / batches.per_epoch, seconds, len(last), loss_average)
+    epochs = (step - copied) / batches.per_epoch
+    return Report(step, epochs, seconds, len(last), loss_average)
