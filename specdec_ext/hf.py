@@ -1,4 +1,4 @@
-"""Inside Hugging Face transformers: `generate_fn` for ``model.generate``, and its assisted mode.
+"""`generate_fn` for Hugging Face transformers, its assisted generation, and its streamers.
 
 Needs transformers (the extra ``hf``).
 """
@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ from transformers.utils.generic import ModelOutput
 
 from . import ops
 from .contract import rule_names
-from .decoding import Burst, GammaPolicy, Statistics, generate
+from .decoding import Burst, GammaPolicy, LookupDrafter, Statistics, generate
+from .decoding.drafters.early_exit import first_layers
 from .decoding.processors import ByRequest
 from .decoding.trees import GrownTree, StaticTree
 
-__all__ = ["SpeculativeOutput", "assisted_generation", "generate_fn"]
+__all__ = ["SpeculativeOutput", "assisted_generation", "generate_fn", "streaming"]
 
 #: What `specdec_ext.verify` does itself, in the order in which it does it.
 _FUSED = {
@@ -48,6 +50,7 @@ _FUSED = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
+_GENERATE = inspect.unwrap(_generation.GenerationMixin.generate).__code__
 #: What ``model.generate`` prepares and the loop makes for itself.
 _PREPARED = {
     "attention_mask", "cache_params", "cache_position", "logits_to_keep", "past_key_values",
@@ -79,7 +82,7 @@ def generate_fn(
     generation_config: Any = None,
     *,
     draft_model: Any = None,
-    gamma: int | GammaPolicy = 5,
+    gamma: int | GammaPolicy | None = None,
     rule: str | None = None,
     tree: StaticTree | GrownTree | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
@@ -104,11 +107,17 @@ def generate_fn(
         ``guidance_scale`` runs the model once more for every slot: right, but no faster than
         without a draft.
     draft_model : torch.nn.Module, Drafter or None
-        As ``draft`` of `specdec_ext.generate`.
-    gamma, rule, tree, seeds, on_round
+        As ``draft`` of `specdec_ext.generate`. What starts transformers' own assisted generation
+        gives a draft as well: ``assistant_model=`` is the draft model, ``prompt_lookup_num_tokens``
+        (with ``max_matching_ngram_size``) stands for a `LookupDrafter` that drafts so many tokens,
+        ``assistant_early_exit`` for the target's first layers. One of the four at most.
+    gamma : int or GammaPolicy, optional
+        As in `specdec_ext.generate`. None: ``prompt_lookup_num_tokens`` where that is given, else
+        5. (``num_assistant_tokens`` is not read: transformers fills in a number of its own, so that
+        nobody can tell whether one was asked for.)
+    rule, tree, seeds, on_round
         As in `specdec_ext.generate`. Without seeds, they are drawn from torch's generator, which
         ``transformers.set_seed`` sets.
-
     inputs_tensor : Tensor
         The encoder's input, where there is one: a draft that is an encoder-decoder reads it, too.
 
@@ -122,13 +131,18 @@ def generate_fn(
     ValueError
         Something is asked for that the loop has not: beams, scores, attentions, hidden states,
         inputs that are no token ids, a cache that is not empty, a cache that is offloaded or
-        quantized; a processor or criterion whose state cannot be copied, or that makes requests
-        depend on each other.
+        quantized, an ensemble of target and assistant; several drafts; a streamer for a batch; a
+        processor or criterion whose state cannot be copied, or that makes requests depend on each
+        other.
 
     Notes
     -----
-    transformers hands no ``streamer`` to functions like this one: use ``on_round``. The loop has
-    caches of its own, which keep one size under ``cache_implementation="static"``.
+    transformers keeps ``assistant_model`` and ``streamer`` from functions like this one. They are
+    read from the frame of ``model.generate``, since to decode without them would surprise. What a
+    streamer gets is all tokens of a round at once. ``assistant_tokenizer`` cannot be read so:
+    drafts are over the target's tokens.
+
+    The loop has caches of its own, which keep one size under ``cache_implementation="static"``.
 
     Whisper's own ``generate`` cuts audio into segments and calls this function for each. Its
     ``logprob_threshold`` (and with it ``no_speech_threshold``) needs scores, and it takes apart
@@ -143,12 +157,20 @@ def generate_fn(
     """
     config = generation_config
     _refuse_what_is_missing(model, config, model_kwargs)
+    kept_back = _kept_back(model)
+    draft_model, gamma = _drafting(config, draft_model, kept_back.get("assistant_model"), gamma)
+    streamer = kept_back.get("streamer")
+    if streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"generate_fn: a streamer shows one request, got {len(input_ids)}")
     processors, filters = _split(logits_processor, sampled=config.do_sample)
     mask_name = "attention_mask"
     if model.config.is_encoder_decoder:
         model, draft_model = _encoded(model, draft_model, inputs_tensor, input_ids, model_kwargs)
         mask_name = "decoder_attention_mask"
-    result = generate(
+    if getattr(config, "assistant_early_exit", None) is not None:
+        draft_model = first_layers(model, config.assistant_early_exit)
+    decode = partial(
+        generate,
         model,
         draft_model,
         input_ids,
@@ -169,12 +191,110 @@ def generate_fn(
         pad_token_id=next(iter(_ids(config._pad_token_tensor)), None),
         static_cache=_is_static(model_kwargs.get("past_key_values")),
         padded_texts=True,  # min_new_tokens and their like count from the padded prompts' end
-        on_round=on_round,
         **filters,
     )
+    if streamer is None:
+        result = decode(on_round=on_round)
+    else:  # which has seen the prompt
+        with streaming(streamer, None) as show:
+            result = decode(on_round=_both(show, on_round))
     if not config.return_dict_in_generate:
         return result.sequences
     return SpeculativeOutput(result.sequences, result.statistics)
+
+
+@contextmanager
+def streaming(streamer: Any, input_ids: Tensor | None) -> Iterator[Callable[[list[Burst]], None]]:
+    """Hand what `specdec_ext.generate` adds to a streamer of transformers.
+
+    A round's tokens are handed over together. ``transformers.TextStreamer`` and its like hold back
+    what is not yet a whole character or word; text that is decoded burst by burst would not.
+
+    Parameters
+    ----------
+    streamer : transformers.generation.BaseStreamer
+        Anything with ``put(tokens)`` and ``end()``. transformers' own show one request.
+    input_ids : Tensor or None
+        ``[1, P]``, the prompt, which streamers are given first. None: it has been given.
+
+    Yields
+    ------
+    callable
+        For ``on_round``. The streamer's end is said when the context is left, with an error too, so
+        that nobody waits for more.
+
+    Raises
+    ------
+    ValueError
+        There is a second request.
+
+    Examples
+    --------
+    >>> streamer = transformers.TextStreamer(tokenizer, skip_prompt=True)  # doctest: +SKIP
+    >>> with specdec_ext.hf.streaming(streamer, input_ids) as on_round:  # doctest: +SKIP
+    ...     specdec_ext.generate(target, draft, input_ids, on_round=on_round)
+    """
+
+    def on_round(bursts: list[Burst]) -> None:
+        for burst in bursts:
+            if burst.request:
+                raise ValueError(
+                    f"streaming: a streamer shows one request, got tokens of request "
+                    f"{burst.request}"
+                )
+            if burst.tokens:
+                streamer.put(torch.tensor(burst.tokens))
+
+    try:
+        if input_ids is not None:
+            streamer.put(input_ids.cpu())
+        yield on_round
+    finally:
+        streamer.end()
+
+
+def _both(
+    one: Callable[[list[Burst]], None], other: Callable[[list[Burst]], None] | None
+) -> Callable[[list[Burst]], None]:
+    """Call one after the other, if there is another."""
+
+    def on_round(bursts: list[Burst]) -> None:
+        one(bursts)
+        if other is not None:
+            other(bursts)
+
+    return on_round
+
+
+def _kept_back(model: Any) -> dict[str, Any]:
+    """Return what the running ``model.generate`` was given and hands to no function, if any."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        # Of a model that this one drafts for, another `generate` may be running further out.
+        if frame.f_code is _GENERATE and frame.f_locals.get("self") is model:
+            return {name: frame.f_locals.get(name) for name in ("assistant_model", "streamer")}
+        frame = frame.f_back
+    return {}
+
+
+def _drafting(
+    config: Any, draft_model: Any, assistant: Any, gamma: int | GammaPolicy | None
+) -> tuple[Any, int | GammaPolicy]:
+    """Return the one draft that was asked for, but for early exits, and how far it drafts."""
+    lookup = getattr(config, "prompt_lookup_num_tokens", None)
+    drafts = {
+        "draft_model": draft_model,
+        "assistant_model": assistant,
+        "prompt_lookup_num_tokens": lookup,
+        "assistant_early_exit": getattr(config, "assistant_early_exit", None),
+    }
+    given = [name for name, value in drafts.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"generate_fn: give one draft at most, got {' and '.join(given)}")
+    if lookup is not None:
+        drafter = LookupDrafter(max_match=getattr(config, "max_matching_ngram_size", None) or 2)
+        return drafter, lookup if gamma is None else gamma
+    return draft_model if assistant is None else assistant, 5 if gamma is None else gamma
 
 
 def _encoded(
@@ -207,6 +327,11 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
     # Whisper's generate takes outputs apart, row by row, and would drop the statistics.
     if config.return_dict_in_generate and hasattr(model, "generate_with_fallback"):
         wanted.append("return_dict_in_generate")
+    wanted += [
+        name
+        for name in ("use_mtp", "assistant_ensemble_weight")
+        if getattr(config, name, None) not in (None, False)
+    ]
     if (config.num_beams or 1) > 1:
         wanted.append(f"num_beams={config.num_beams}")
     prepared = _PREPARED

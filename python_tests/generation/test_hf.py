@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import tokenizers
 import torch
 from generate_models import pair, prompts
 from test_generate_law import ALPHA, chi_square
 from test_generate_static import watch_shapes
-from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteriaList, set_seed
+from transformers import (
+    DynamicCache,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+    TextStreamer,
+    set_seed,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -19,7 +30,7 @@ from transformers.generation.logits_process import (
 )
 
 from specdec_ext import hf
-from specdec_ext.decoding import StaticTree
+from specdec_ext.decoding import Burst, StaticTree, generate
 
 NEW = 20
 OURS = {"custom_generate": hf.generate_fn, "gamma": 3}
@@ -205,6 +216,118 @@ def test_a_cache_that_is_not_empty_is_refused():
     target(input_ids=ids[:, :-1], past_key_values=cache)
     with pytest.raises(ValueError, match="not empty"):
         target.generate(ids, past_key_values=cache, **OURS, draft_model=draft)
+
+
+# ---- what transformers' own assisted generation takes ------------------------------------------
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.given, self.ended = [], 0
+
+    def put(self, tokens):
+        self.given.append(tokens.flatten().tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+ASSISTED = {
+    "assistant_model": lambda draft: {"assistant_model": draft},
+    "prompt lookup": lambda draft: {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2},
+    "early exit": lambda draft: {"assistant_early_exit": 1},
+}
+
+
+@pytest.mark.parametrize("how", ASSISTED)
+def test_drafts_by_transformers_own_names(how):
+    """Each drafts: fewer target calls than tokens, the same tokens."""
+    target, draft = models(noise=0.002)
+    ids, _ = prompts([5])
+    ids = ids.repeat(1, 4)
+    options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(ids, **options).sequences
+    named = ASSISTED[how](draft)
+    found = target.generate(ids, **options, custom_generate=hf.generate_fn, **named)
+    assert found.sequences.tolist() == expected.tolist()
+    assert found.statistics.accepted > 0
+    gamma = named.get("prompt_lookup_num_tokens", 5)
+    assert found.statistics.gamma == gamma
+    plain = target.generate(ids, **options, custom_generate=hf.generate_fn)
+    assert plain.statistics.drafted == 0
+    with pytest.raises(ValueError, match=f"one draft at most, got draft_model and {[*named][0]}"):
+        target.generate(ids, **options, **OURS, draft_model=draft, **named)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_streamer_gets_prompt_and_tokens(wrapped):
+    target, draft = models()
+    ids, _ = prompts([5])
+    function = hf.generate_fn
+    if wrapped:
+
+        def function(model, *args, **kwargs):
+            return hf.generate_fn(model, *args, draft_model=draft, **kwargs)
+
+    streamer, rounds = Recorder(), []
+    options = {} if wrapped else {"draft_model": draft, "on_round": rounds.append}
+    found = target.generate(
+        ids, max_new_tokens=NEW, do_sample=False, streamer=streamer, custom_generate=function,
+        **options,
+    )  # fmt: skip
+    assert streamer.given[0] == ids[0].tolist() and streamer.ended == 1
+    assert sum(streamer.given[1:], []) == found[0, 5:].tolist()
+    assert len(streamer.given) - 1 < NEW  # bursts, not single tokens
+    assert wrapped or len(rounds) == len(streamer.given) - 1
+    with pytest.raises(ValueError, match="a streamer shows one request, got 2"):
+        target.generate(
+            ids.repeat(2, 1), max_new_tokens=4, streamer=streamer, custom_generate=hf.generate_fn
+        )
+
+
+def test_streaming_beside_our_generate():
+    """Characters of several bytes come whole, which text decoded burst by burst does not."""
+    target, draft = models()
+    ids, _ = prompts([5])
+    streamer = Recorder()
+    with hf.streaming(streamer, ids) as on_round:
+        found = generate(target, draft, ids, max_new_tokens=NEW, on_round=on_round)
+        assert streamer.ended == 0
+    assert streamer.ended == 1
+    assert sum(streamer.given, []) == found.sequences[0].tolist()
+    streamer = Recorder()
+    with pytest.raises(ValueError, match="one request, got tokens of request 1"):  # noqa: SIM117
+        with hf.streaming(streamer, None) as on_round:
+            generate(target, draft, ids.repeat(2, 1), max_new_tokens=4, on_round=on_round)
+    assert streamer.ended == 1  # whoever reads it does not wait for more
+
+
+def test_text_comes_in_whole_characters(capsys):
+    vocabulary = {bytes_to_unicode()[byte]: byte for byte in range(256)}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    core.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    text = "größer – 速い"
+    tokens = list(text.encode())
+    bursts = [tokens[i : i + 3] for i in range(0, len(tokens), 3)]
+    assert "".join(map(tokenizer.decode, bursts)) != text  # the control
+    with hf.streaming(TextStreamer(tokenizer), None) as on_round:
+        for burst in bursts:
+            on_round([Burst(0, burst, 2, None, [0.0] * 3)])
+    assert capsys.readouterr().out == text + "\n"
+
+
+@pytest.mark.parametrize("options", [{"assistant_ensemble_weight": 0.3}, {"use_mtp": True}])
+def test_assisted_generation_of_other_kinds_is_refused(options):
+    target, draft = models()
+    ids, _ = prompts([5])
+    config = copy.deepcopy(target.generation_config)
+    for name, value in options.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        hf._refuse_what_is_missing(target, config, {})
 
 
 # ---- transformers' own loop ----------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`python benchmarks/pair/seq2seq`: prepare, train, evaluate, and what the gates say."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from pair.seq2seq.data import Pairs, batch_of  # noqa: E402
 from pair.seq2seq.distillation import growing_cache, rewrite  # noqa: E402
 from pair.seq2seq.evaluation import Gate, gates, held_out, table  # noqa: E402
 from pair.seq2seq.models import Family, load_family  # noqa: E402
-from pair.seq2seq.sizes import build_model  # noqa: E402
+from pair.seq2seq.sizes import SIZES, build_model  # noqa: E402
 from pair.seq2seq.training import Options, batch_loss  # noqa: E402
 
 WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fünf"}
@@ -74,6 +75,19 @@ def test_the_command(tmp_path, capsys):
     assert taught.facts["mini-tv-written"]["options"]["start"] == "mini"
     weights = taught.distilled["mini-tv-written"].shared.weight
     assert not torch.equal(weights, taught.models["mini"].shared.weight)
+
+    # From a size's weights on, in another folder: a step or two do not lead far from them.
+    shutil.copytree(tmp_path / "work", tmp_path / "on", ignore=shutil.ignore_patterns("m*", "tr*"))
+    on = ["train", "words", "--work", str(tmp_path / "on"), "--sizes", "mini"]
+    assert main([*on, "--budget", "0.002", "--start", str(tmp_path / "work")]) == 0
+    went_on = load_family(tmp_path / "on")
+    assert went_on.facts["mini"]["options"]["start"] == "work"
+    fresh = build_model(SIZES["mini"], len(family.tokenizer), 0.1, 0)
+    begun, drawn = (
+        (went_on.models["mini"].shared.weight - other.shared.weight).norm()
+        for other in (taught.models["mini"], fresh)
+    )
+    assert 0 < begun < drawn / 2
 
 
 @pytest.fixture(scope="module")

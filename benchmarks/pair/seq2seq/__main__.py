@@ -40,7 +40,7 @@ from pair.data import save_atomically  # noqa: E402
 from pair.seq2seq import evaluation  # noqa: E402
 from pair.seq2seq.data import Pairs, load_prepared, prepare  # noqa: E402
 from pair.seq2seq.distillation import distilled_name, rewrite  # noqa: E402
-from pair.seq2seq.models import load_family, save_model  # noqa: E402
+from pair.seq2seq.models import load_family, load_model, save_model  # noqa: E402
 from pair.seq2seq.schedule import BUDGETS, Budget, Pace, budget_of, seconds_of  # noqa: E402
 from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
 from pair.seq2seq.training import KL, LABELS, LOSSES, Batches, Options, train  # noqa: E402
@@ -81,13 +81,16 @@ def run_train(given: argparse.Namespace) -> int:
     device = device_of(given)
     tokenizer, splits, _ = load_prepared(given.work)
     budget = budget_of(given.budget)
-    options = replace(options_of(given, budget), copying=given.copying)
+    start = "" if given.start is None else given.start.name
+    options = replace(options_of(given, budget), copying=given.copying, start=start)
     seconds = seconds_of(budget.minutes, {name: TIME_SHARES[name] for name in given.sizes})
     steps = None
     if budget.epochs is not None:
         steps = budget.epochs * Batches(splits["train"], options.batch_tokens, 0).per_epoch
     for name in given.sizes:
         model = build_model(SIZES[name], len(tokenizer), options.dropout, options.seed)
+        if given.start is not None:
+            model.load_state_dict(load_model(given.start, name).state_dict())
         pace = Pace(steps, seconds[name])
         train_one(given, name, model, splits["train"], pace, options, device)
     return 0
@@ -227,6 +230,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--budget", default="small", help=f"{', '.join(BUDGETS)} or minutes for all sizes (small)")
     add("--copying", type=float, default=Options.copying,
         help="the first part of the way, in which random tokens are copied")  # fmt: skip
+    add("--start", type=Path, help="a work folder with the same tokenizer, whose weights go on")
     add("--sizes", default=",".join(SIZES), help="with commas between (all)")
 
     command = commands.add_parser("distill", parents=[shared, training])
