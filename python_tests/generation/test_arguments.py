@@ -16,6 +16,7 @@ from specdec_ext.decoding import (
     AggressiveDrafter,
     BanditDrafter,
     ConfidenceStop,
+    Draft,
     EarlyExitDrafter,
     EntropyBound,
     FixedGamma,
@@ -386,6 +387,26 @@ def test_drafters_and_policies_that_lack_a_method(models):
 
     with pytest.raises(TypeError, match=r"generate: gamma must have select\(\), .* got Deaf"):
         run(models, gamma=Deaf(2))
+
+
+WRONG_DRAFTS = [
+    (lambda ids: ids, TypeError, r"a Draft of tensors, got Tensor of shape \[1, 2\]"),
+    (lambda ids: Draft(ids.tolist()), TypeError, "a Draft of tensors, got Draft of list"),
+    (lambda ids: Draft(ids[0]), ValueError, r"with B = 1 and G <= 3, got \[2\] int64"),
+    (lambda ids: Draft(ids.repeat(2, 1)), ValueError, r"B = 1 and G <= 3, got \[2, 2\] int64"),
+    (lambda ids: Draft(ids.repeat(1, 2)), ValueError, r"B = 1 and G <= 3, got \[1, 4\] int64"),
+    (lambda ids: Draft(ids.int()), ValueError, r"got \[1, 2\] int32"),
+]
+
+
+@pytest.mark.parametrize("wrong, error, said", WRONG_DRAFTS)
+def test_what_a_drafter_of_ones_own_proposes_is_checked(models, wrong, error, said):
+    class Own(NoDrafter):
+        def propose(self, gamma, positions, go_on=None):
+            return wrong(torch.tensor([[1, 2]]))
+
+    with pytest.raises(error, match=f"generate: Own.propose must return .*{said}"):
+        run(models, draft=Own(), gamma=3, input_ids=IDS[:1])
 
 
 def test_one_object_in_two_places(models):

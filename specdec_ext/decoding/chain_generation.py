@@ -21,7 +21,7 @@ from ..contract import (
 from . import arguments
 from .alpha import AlphaSamples
 from .counts import Counts
-from .drafters import Drafter, Requests, last_tokens
+from .drafters import Drafter, Requests, check_draft, last_tokens
 from .options import Settings
 from .policies import GammaPolicy
 from .processors import Processors
@@ -225,6 +225,7 @@ class ChainGeneration:
 
         self.clock.start("draft")
         draft = self.drafter.propose(max(lengths), self.positions, self.policy.go_on)
+        check_draft(draft, self.drafter, len(lengths), max(lengths))
         gamma = draft.tokens.shape[1]  # it may have had fewer to propose
 
         self.clock.start("target")

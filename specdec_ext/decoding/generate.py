@@ -275,7 +275,10 @@ def stream(
     Examples
     --------
     >>> for burst in stream(target, draft, input_ids, gamma=5):  # doctest: +SKIP
-    ...     print(burst.request, tokenizer.decode(burst.tokens), burst.flags)
+    ...     print(burst.request, burst.tokens, burst.flags)
+
+    A burst may end within a character of several bytes: `specdec_ext.hf.streaming` hands tokens to
+    a streamer of transformers, which puts text together.
     """
     for name in ("on_round", "progress"):
         if name in options:

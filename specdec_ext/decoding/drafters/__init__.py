@@ -9,6 +9,7 @@ from .interface import (
     Requests,
     RevisableDrafter,
     asked_for_some,
+    check_draft,
     last_tokens,
     prefix_or_drawn,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "as_drafter",
     "prefix_or_drawn",
     "check_distinct",
+    "check_draft",
     "last_tokens",
     "asked_for_some",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import ops
 from ...contract import DOMAIN_COUPLED, DOMAIN_DRAFT
+from ..checks import shown
 from ..counts import Counts
 from ..texts import on_the_host
 
@@ -25,6 +26,7 @@ __all__ = [
     "prefix_or_drawn",
     "last_tokens",
     "asked_for_some",
+    "check_draft",
 ]
 
 #: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
@@ -194,6 +196,30 @@ class Draft(NamedTuple):
     tokens: Tensor
     logits: Tensor | None = None
     kinds: Tensor | None = None
+
+
+def check_draft(draft: Any, drafter: Any, batch: int, gamma: int) -> None:
+    """Check that what a drafter proposed is a `Draft` of ``batch`` requests.
+
+    Rows and kinds are left to the operator, which looks at them anyway.
+
+    Raises
+    ------
+    TypeError
+        It is none, or its tokens are no tensor.
+    ValueError
+        Its tokens have another shape or dtype, or there are more than ``gamma``.
+    """
+    by = f"generate: {type(drafter).__name__}.propose"
+    if not isinstance(draft, Draft) or not isinstance(draft.tokens, Tensor):
+        inner = f" of {shown(draft.tokens)}" if isinstance(draft, Draft) else ""
+        raise TypeError(f"{by} must return a Draft of tensors, got {shown(draft)}{inner}")
+    shape, dtype = list(draft.tokens.shape), draft.tokens.dtype
+    if len(shape) != 2 or shape[0] != batch or shape[1] > gamma or dtype != torch.int64:
+        raise ValueError(
+            f"{by} must return int64 tokens [B, G] with B = {batch} and G <= {gamma}, got {shape} "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
 
 
 class Drafter(Protocol):
