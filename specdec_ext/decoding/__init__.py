@@ -23,6 +23,7 @@ from .policies import (
 from .renewal import RenewalRule
 from .stats import Statistics
 from .thresholds import MovingThreshold
+from .tracing import RoundTrace
 from .trees import GrownTree, StaticTree, sequoia_tree
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "NoDrafter",
     "RenewalRule",
     "Requests",
+    "RoundTrace",
     "StackedDrafter",
     "StaticTree",
     "Statistics",
