@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,18 +15,24 @@ from ..checks import shown
 from ..counts import Counts
 from ..texts import on_the_host
 
+if TYPE_CHECKING:
+    from ..trees import GrownTree, StaticTree, TreeDraft
+
 __all__ = [
     "Draft",
     "Drafter",
+    "FeatureDrafter",
     "GoOn",
     "NoDrafter",
     "Process",
     "Requests",
     "RevisableDrafter",
+    "TreeProposer",
     "prefix_or_drawn",
     "last_tokens",
     "asked_for_some",
     "check_draft",
+    "reads_features",
 ]
 
 #: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
@@ -94,6 +100,13 @@ class Requests:
         Runs the caller's logits processors on rows over the target's tokens, see `Process`; None if
         there are none. A drafter need not use it: the law that it passes on is the one it drew
         from, either way.
+    tree : StaticTree, GrownTree or None
+        What a `TreeProposer` is to draft in every round; None where chains are asked for.
+    features : Tensor or None
+        ``[B, P - 1, D]``, for a `FeatureDrafter`: the target's last hidden states at all tokens of
+        the prompts but the last one. Column i is the state from which the target predicts what
+        stands in column i + 1 of ``input_ids``; what stands at padding is not to be read. None for
+        other drafters, and where all prompts have one token: then nothing was run.
     """
 
     input_ids: Tensor
@@ -108,6 +121,8 @@ class Requests:
     stream: int = 0
     static_cache: bool = False
     process: Process | None = None
+    tree: StaticTree | GrownTree | None = None
+    features: Tensor | None = None
 
     @property
     def domain(self) -> int:
@@ -167,6 +182,16 @@ class Requests:
         drafted = torch.stack(list(tokens), 1) if tokens else self.ends.new_empty(len(logits), 0)
         return self.process(logits[:, None], drafted)[:, 0]
 
+    def of_trees(self) -> dict[str, Any]:
+        """Give what `trees.draft_static` draws children with: ``seeds`` and ``filters``."""
+        seeds = self.seeds
+        if seeds is None:  # nothing is drawn at random, but samplers ask for noise
+            seeds = torch.zeros_like(self.ends)
+        filters = dict(self.filters)
+        if self.greedy:
+            filters = {"temperature": torch.zeros_like(self.ends, dtype=torch.float32)}
+        return {"seeds": seeds, "filters": filters}
+
     def select(self, rows: Tensor) -> Requests:
         """Keep only these requests."""
         return replace(
@@ -176,6 +201,7 @@ class Requests:
             ends=self.ends[rows],
             seeds=None if self.seeds is None else self.seeds[rows],
             filters={name: value[rows] for name, value in self.filters.items()},
+            features=None if self.features is None else self.features[rows],
         )
 
 
@@ -263,6 +289,81 @@ class Drafter(Protocol):
         """Keep only these requests, given on the device and on the host."""
 
 
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads hidden states of the target: of those that its calls compute anyway.
+
+    They come with the prompts, as `Requests.features`, and from then on with every round, from the
+    call that verified it. The target is never run for them.
+    """
+
+    #: Whether it does; `generate` asks the target for hidden states where this is true.
+    reads_features: bool
+
+    def take_features(self, features: Tensor, tokens: Tensor, gained: Counts) -> None:
+        """Take the target's last hidden states on the path that verification accepted.
+
+        This comes once a round, before the `commit` (or, in a `StackedDrafter`, the ``observe``)
+        that ends it.
+
+        Parameters
+        ----------
+        features : Tensor
+            ``[B, n, D]``, in the target's dtype: row i is the state from which the target predicted
+            ``tokens[:, i]``, so row 0 is that of the text's last token before the round.
+        tokens : Tensor
+            ``[B, n]``: the tokens that verification emitted, the final one included.
+        gained : Counts
+            How many rows of each request count; then comes anything.
+        """
+
+
+class TreeProposer(Protocol):
+    """A drafter that proposes trees, for ``generate(..., tree=...)``.
+
+    A round is one `propose_tree` and one `commit_path`; `select` comes between the two, when
+    requests end. A class may be a `Drafter` of chains as well.
+    """
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, prefill excluded."""
+
+    def start(self, requests: Requests) -> None:
+        """Take the prompts, and `Requests.tree`."""
+
+    def propose_tree(self, positions: Tensor) -> TreeDraft:
+        """Draft a tree for each request, of at most the depth of `Requests.tree`.
+
+        Parameters
+        ----------
+        positions : Tensor
+            ``[B]``, where the tokens of level 1 go.
+
+        Returns
+        -------
+        TreeDraft
+            A child that was drawn is declared so, with the row of logits that it was drawn from,
+            and drawn from randomness that verification never sees: `trees.draft_static` and
+            `trees.draft_grown` do both. Whatever was chosen is a deterministic child.
+        """
+
+    def commit_path(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
+        """Take note of what verification emitted.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, N]``: the accepted draft tokens, the final token, then anything.
+        path : Tensor
+            ``[B, N]``: the nodes of the accepted tokens, then anything.
+        accepted : Counts
+            How many draft tokens of each request were accepted.
+        """
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests, given on the device and on the host."""
+
+
 class RevisableDrafter(Drafter, Protocol):
     """A drafter whose past commits can be revised, as a level of a hierarchy has to.
 
@@ -329,6 +430,11 @@ def prefix_or_drawn(prefix: Tensor | None, drawn: Tensor, i: int) -> Tensor:
     if prefix is None or i >= prefix.shape[1]:
         return drawn
     return torch.where(prefix[:, i] >= 0, prefix[:, i], drawn)
+
+
+def reads_features(drafter: Any) -> bool:
+    """Tell whether a drafter is to be given hidden states: whether it is a `FeatureDrafter`."""
+    return bool(getattr(drafter, "reads_features", False))
 
 
 def asked_for_some(go_on: GoOn, rows: Tensor) -> GoOn:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..counts import Counts
-from . import Draft, Drafter, Requests, as_drafter, check_distinct
+from . import Draft, Drafter, Requests, as_drafter, check_distinct, reads_features
 from .restarted import Restarted
 
 __all__ = ["SeveralDrafters", "Share", "StackableDrafter"]
@@ -94,6 +94,17 @@ class SeveralDrafters:
     def calls(self) -> int:
         """Model calls so far, of all drafters, prefill excluded."""
         return sum(drafter.calls for drafter in self.drafters)
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether one of them reads the target's hidden states."""
+        return any(map(reads_features, self.drafters))
+
+    def take_features(self, features: Tensor, tokens: Tensor, gained: Counts) -> None:
+        """Pass hidden states on, whichever drafter's tokens they belong to: `FeatureDrafter`."""
+        for drafter in self.drafters:
+            if reads_features(drafter):
+                drafter.take_features(features, tokens, gained)
 
     def start(self, requests: Requests) -> None:
         """Take the prompts."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import ops
 from ...tree_masks import dense_tree_mask
+from ..checks import is_model, shown
 from ..counts import Counts
 from ..trees import (
     GrownTree,
@@ -18,10 +19,10 @@ from ..trees import (
     draft_grown,
     draft_static,
 )
-from . import Requests, last_tokens
+from . import Requests, TreeProposer, last_tokens
 from .hosted import ModelHost
 
-__all__ = ["TreeDrafter", "tree_view"]
+__all__ = ["TreeDrafter", "as_tree_proposer", "tree_view"]
 
 
 def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,28 +42,27 @@ class TreeDrafter(ModelHost):
     ----------
     model : torch.nn.Module
         A causal language model called as Hugging Face models are, over the target's tokens.
-    tree : StaticTree or GrownTree
-        What to draft.
     """
 
-    def __init__(self, model: Any, tree: StaticTree | GrownTree) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.tree = tree
         self._runs: Tensor  # [B, N]: which of the tokens run in this round a node is, -1: none
 
     def start(self, requests: Requests) -> None:
         """Run the prompts but their last tokens."""
         self._begin(requests, trees=True)
 
-    def propose(self, positions: Tensor) -> TreeDraft:
+    def propose_tree(self, positions: Tensor) -> TreeDraft:
         """Draft a tree for each request; ``positions`` ``[B]`` is where level 1 goes."""
         assert self._cached is not None, "start() comes first"
         root = self._missing[:, -1]
         self._cached.begin_tree()
-        if isinstance(self.tree, StaticTree):
-            draft = self._propose_static(self.tree, root, positions)
+        tree = self._requests.tree
+        assert tree is not None, "generate says which, where one is asked for"
+        if isinstance(tree, StaticTree):
+            draft = self._propose_static(tree, root, positions)
         else:
-            draft = self._propose_grown(self.tree, root)
+            draft = self._propose_grown(tree, root)
         self._runs = torch.where(self._runs >= 0, self._runs + self._lead, -1)
         return draft
 
@@ -98,10 +98,7 @@ class TreeDrafter(ModelHost):
         inner = tree.levels[-1].start
         nodes = torch.arange(len(tree.parents), device=device)
         self._runs = torch.where(nodes < inner, nodes, -1).expand(root.shape[0], -1)
-        seeds = self._requests.seeds
-        if seeds is None:  # nothing is drawn at random, but samplers ask for noise
-            seeds = torch.zeros_like(positions)
-        return draft_static(tree, root, extend, seeds, positions, self._law_parameters())
+        return draft_static(tree, root, extend, positions=positions, **self._requests.of_trees())
 
     def _propose_grown(self, tree: GrownTree, root: Tensor) -> TreeDraft:
         seen: Tensor | None = None
@@ -122,15 +119,10 @@ class TreeDrafter(ModelHost):
                 seen = torch.cat([old, torch.cat([above, own], 2)], 1)
             return self._run(tokens, seen[:, -new:], depths[:, -new:])
 
-        draft, self._runs = draft_grown(tree, root, extend, self._law_parameters())
+        draft, self._runs = draft_grown(tree, root, extend, self._requests.of_trees()["filters"])
         return draft
 
-    def _law_parameters(self) -> dict[str, Any]:
-        if self._requests.greedy:
-            return {"temperature": torch.zeros_like(self._requests.ends, dtype=torch.float32)}
-        return dict(self._requests.filters)
-
-    def commit(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
+    def commit_path(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
         """Keep what was accepted and note which tokens the cache lacks.
 
         Parameters
@@ -165,3 +157,35 @@ class TreeDrafter(ModelHost):
         self._missing = self._missing[rows]
         if hasattr(self, "_runs"):
             self._runs = self._runs[rows]
+
+
+def as_tree_proposer(draft: Any, name: str = "draft") -> TreeProposer:
+    """Return the `TreeProposer` that ``draft`` is, or the one that drives the model that it is.
+
+    Parameters
+    ----------
+    draft : torch.nn.Module or TreeProposer
+        What was given.
+    name : str
+        The argument, as errors are to say it.
+
+    Raises
+    ------
+    TypeError
+        Something else, or a drafter that lacks a method.
+    """
+    if hasattr(draft, "propose_tree") and not isinstance(draft, type):
+        methods = ("start", "propose_tree", "commit_path", "select")
+        lacking = [method for method in methods if not callable(getattr(draft, method, None))]
+        if lacking:
+            raise TypeError(
+                f"{name} must have {lacking[0]}(), as drafters of trees do, got {shown(draft)}"
+            )
+        proposer: TreeProposer = draft
+        return proposer
+    if not is_model(draft):
+        raise TypeError(
+            f"{name} must be a causal model, or a drafter with propose_tree(), where a tree is "
+            f"asked for, got {shown(draft)}"
+        )
+    return TreeDrafter(draft)
