@@ -27,6 +27,7 @@ class TreeGeneration(ChainGeneration):
         """One round: every running request gains between 1 and depth + 1 tokens."""
         self.clock.start("draft")
         draft = self.drafter.propose_tree(self.positions)
+        draft = draft._replace(tokens=torch.cat([self.last, draft.tokens[:, 1:]], 1))
 
         self.clock.start("target")
         seen, depths = tree_view(draft.parents)

@@ -342,9 +342,10 @@ class TreeProposer(Protocol):
         Returns
         -------
         TreeDraft
-            A child that was drawn is declared so, with the row of logits that it was drawn from,
-            and drawn from randomness that verification never sees: `trees.draft_static` and
-            `trees.draft_grown` do both. Whatever was chosen is a deterministic child.
+            What stands at the root is not read: it is the text's last token. A child that was drawn
+            is declared so, with the row of logits that it was drawn from, and drawn from randomness
+            that verification never sees: `trees.draft_static` and `trees.draft_grown` do both.
+            Whatever was chosen is a deterministic child.
         """
 
     def commit_path(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
