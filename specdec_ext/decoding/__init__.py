@@ -2,10 +2,11 @@
 
 from .chain_generation import Burst, Generated, GenerationError
 from .counts import Counts
-from .drafters import Draft, Drafter, NoDrafter, Requests
+from .drafters import Draft, Drafter, FeatureDrafter, NoDrafter, Requests, TreeProposer
 from .drafters.aggressive import AggressiveDrafter
 from .drafters.bandit import BanditDrafter
 from .drafters.early_exit import EarlyExitDrafter
+from .drafters.heads import HeadsDrafter
 from .drafters.hierarchy import HierarchicalDrafter
 from .drafters.lookup import LookupDrafter
 from .drafters.ngram import NgramDrafter
@@ -36,12 +37,14 @@ __all__ = [
     "Drafter",
     "EarlyExitDrafter",
     "EntropyBound",
+    "FeatureDrafter",
     "FixedGamma",
     "GammaPolicy",
     "Generated",
     "GenerationError",
     "GradientAscent",
     "GrownTree",
+    "HeadsDrafter",
     "HeuristicGamma",
     "HierarchicalDrafter",
     "LookupDrafter",
@@ -54,6 +57,7 @@ __all__ = [
     "StackedDrafter",
     "StaticTree",
     "Statistics",
+    "TreeProposer",
     "UniformDrafter",
     "generate",
     "sequoia_tree",
