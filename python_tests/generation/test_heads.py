@@ -8,7 +8,7 @@ import pytest
 import torch
 from generate_models import TableWithStates, pair, prompts, tables
 from test_encoder_decoder import encoded, inputs_of, models, plain, start
-from test_generate_law import ALPHA, p_value
+from test_generate_law import ALPHA, PROMPT, p_value
 
 import specdec_ext
 from specdec_ext.decoding import (
@@ -50,8 +50,9 @@ def table_and_heads(vocabulary: int = 3, heads: int = 3):
     torch.manual_seed(1)
     config = MedusaHeadsConfig(hidden_size=vocabulary, vocab_size=vocabulary, num_heads=heads)
     made = MedusaHeads(config).eval()
+    target.last_position = len(PROMPT) + LENGTH - 1
     for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.7)
+        torch.nn.init.normal_(parameter, std=1.5)
     laws = made(target.table[0]).softmax(-1)
     assert (laws[0] - laws[1]).abs().max() > 0.1 and (laws[:, 0] - laws[:, 1]).abs().max() > 0.1
     return target, made
@@ -104,7 +105,7 @@ class AnotherRow(HeadsDrafter):
 
     def propose(self, gamma, positions, go_on=None):
         tokens, logits, kinds = super().propose(gamma, positions, go_on)
-        return Draft(tokens, logits.roll(1, 1), kinds)
+        return Draft(tokens, None if logits is None else logits.roll(1, 1), kinds)
 
 
 class StateBeside(HeadsDrafter):
@@ -128,7 +129,7 @@ def test_control_a_head_that_passes_on_another_row():
 
 
 def test_control_tokens_from_another_requests_state():
-    assert law_of(OtherRequest(table_and_heads()[1]), gamma=2) < ALPHA
+    assert law_of(OtherRequest(table_and_heads()[1]), gamma=1) < ALPHA
 
 
 def test_states_one_position_off_leave_the_law_alone():
@@ -183,7 +184,8 @@ def test_nodes_of_a_top_k_tree(children):
         temperature=1.0, seeds=0,
     )  # fmt: skip
     for state, draft in seen:
-        best = heads(state)[0].argsort(-1, descending=True)
+        with torch.inference_mode():
+            best = heads(state)[0].argsort(-1, descending=True)
         expected = [*best[0, :3], *best[1, :2], best[1, 0]]
         assert draft.tokens[0, 1:].tolist() == expected
         assert draft.logits is None and not draft.kinds.any()
@@ -193,12 +195,12 @@ def test_nodes_of_a_top_k_tree(children):
 
 
 def trained(target, heads, features, logits, steps=60):
-    """Fit heads to a target's states and logits; return them and the first and last loss."""
+    """Fit heads to what a target finds likeliest; return them and the first and last loss."""
     heads.requires_grad_(True)
     optimizer = torch.optim.Adam(heads.parameters(), lr=1e-2)
     losses = []
     for _ in range(steps):
-        loss, _ = heads_loss(heads, features, logits)
+        loss, _ = heads_loss(heads, features, 30 * logits)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -216,7 +218,7 @@ def causal_heads(name: str, kind: str, count: int = 4):
         output = target(input_ids=texts, output_hidden_states=True)
     heads = KINDS[kind](target, count, inputs={"input_ids": texts[:2]})
     heads, first, last = trained(target, heads, output.hidden_states[-1], output.logits)
-    assert last < 0.7 * first
+    assert last < 0.5 * first
     return target, heads
 
 
@@ -232,7 +234,7 @@ def encoded_heads(name: str, kind: str, count: int = 4):
         output = target(**read, output_hidden_states=True)
     heads = KINDS[kind](target, count, inputs=read)
     heads, first, last = trained(target, heads, output.decoder_hidden_states[-1], output.logits)
-    assert last < 0.7 * first
+    assert last < 0.5 * first
     return target, inputs, heads
 
 

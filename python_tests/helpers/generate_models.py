@@ -39,6 +39,8 @@ class TableModel(nn.Module):
         self.table = table  # [V, V, V]
         self.config = SimpleNamespace(vocab_size=table.shape[0], eos_token_id=eos_token_id)
         self.fed: list[list[int]] = []  # batch and length of each call
+        # Nodes of a tree that are past a row's end are run at this position, beside their parents.
+        self.last_position: int | None = None
         self.eval()
 
     def forward(
@@ -71,7 +73,7 @@ class TableModel(nn.Module):
         here = position_ids[..., None]
         seen = torch.where(visible, positions[:, None], -1).sort(-1).values  # -1.., 0, 1, .., here
         expected = torch.arange(slots) - (slots - 1) + here
-        right = (seen == expected.clamp(min=-1)).all(-1)
+        right = (seen == expected.clamp(min=-1)).all(-1) | (position_ids == self.last_position)
         before = (visible & (positions[:, None] == here - 1)) * tokens[:, None]
         logits = self.table[before.sum(-1).clamp(max=self.table.shape[0] - 1), input_ids]
         logits = torch.where(right[..., None], logits, torch.nan)
