@@ -35,7 +35,7 @@ OPTIONS = Options("cycle", "medusa", peak_lr=0.02)
 
 
 def cycle(step):
-    """A target that knows that the word behind w is w + 1; its states say which word stands there."""
+    """A target that knows that w + 1 comes behind w; its states say which word stands there."""
     generator = torch.Generator().manual_seed(step)
     first = torch.randint(WORDS, (4, 1), generator=generator)
     tokens = (first + torch.arange(10)) % WORDS

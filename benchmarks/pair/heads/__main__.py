@@ -1,9 +1,9 @@
 """Train decoding heads for a target that stays as it is, and see what they are worth.
 
-    python benchmarks/pair/heads train pair --kind medusa              # the shipped pair's target
+    python benchmarks/pair/heads train pair --kind medusa             # the shipped pair's target
     python benchmarks/pair/heads train translation --kind blockwise --heads 25   # of pair/seq2seq
-    python benchmarks/pair/heads train FOLDER --shared --budget 20     # any causal model, 20 minutes
-    python benchmarks/pair/heads evaluate pair --kind medusa           # tokens a call, acceptance
+    python benchmarks/pair/heads train FOLDER --shared --budget 20    # any causal model, 20 minutes
+    python benchmarks/pair/heads evaluate pair --kind medusa          # tokens a call, acceptance
 
 `train` given again goes on where it was interrupted. Heads lie in build/heads/<target>/<kind>-<K>,
 for ``MedusaHeads.from_pretrained`` and its like. Causal targets learn from the standard library's
