@@ -368,7 +368,7 @@ class WatchedStack(StackedDrafter):
     def select(self, rows, indices):
         super().select(rows, indices)
         if hasattr(self, "round"):
-            tokens, _, kinds = self.round
+            tokens, _, kinds, _ = self.round
             self.round = Draft(tokens[rows], None, None if kinds is None else kinds[rows])
 
     def commit(self, tokens, accepted):

@@ -23,6 +23,7 @@ from test_seq2seq_command import write_task  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from specdec_ext.commands.pair import find_pair  # noqa: E402
+from specdec_ext.models.eagle import EagleHead  # noqa: E402
 from specdec_ext.models.heads import (  # noqa: E402
     BlockwiseHeads,
     BlockwiseHeadsConfig,
@@ -64,7 +65,7 @@ def test_heads_learn_what_comes_later(tmp_path, kind):
     """Head i of a text that counts up is to say w + 1 + i: all of it can be learned."""
     heads = fresh(kind)
     report = train(heads, cycle, loss_of, Pace(steps=150), OPTIONS, tmp_path)
-    assert report.steps == 150 and len(report.by_head) == 3
+    assert report.steps == 150 and len(report.parts) == 3
     states = torch.eye(WIDTH)[:WORDS]
     for head, logits in enumerate(heads(states).unbind(1)):
         assert torch.equal(logits.argmax(-1), (torch.arange(WORDS) + 2 + head) % WORDS)
@@ -116,7 +117,7 @@ def test_the_command_on_a_causal_model(tmp_path, capsys, monkeypatch):
     assert "100 steps" in capsys.readouterr().out
     folder = tmp_path / "work" / "target" / "medusa-2"
     facts = json.loads((folder / "training.json").read_text())
-    assert facts["steps"] == 100 and len(facts["by_head"]) == 2
+    assert facts["steps"] == 100 and len(facts["parts"]) == 2
     heads = MedusaHeads.from_pretrained(folder)
     target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
     assert torch.equal(heads.projection.weight, target.lm_head.weight)  # it stays the target's
@@ -124,6 +125,14 @@ def test_the_command_on_a_causal_model(tmp_path, capsys, monkeypatch):
     assert main(["evaluate", *given, "--texts", "2", "--new-tokens", "6"]) == 0
     table = capsys.readouterr().out
     assert table.count("\n|") == 8 and "chain, typical" in table
+    eagle = [*given, "--kind", "eagle"]
+    assert main(["train", *eagle, *steps, "--vocabulary", "300"]) == 0
+    assert "distance of states, nats: " in capsys.readouterr().out
+    head = EagleHead.from_pretrained(folder.parent / "eagle-2")
+    assert len(head.draft_token_ids.unique()) == 300 and head.projection.weight.shape[0] == 300
+    assert torch.equal(head.projection.weight, target.lm_head.weight[head.draft_token_ids])
+    assert main(["evaluate", *eagle, "--texts", "2", "--new-tokens", "6"]) == 0
+    assert "chain" in capsys.readouterr().out
     assert main(["train", "nowhere", "--work", str(tmp_path)]) == 1
     assert "a model's folder, got 'nowhere'" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ from .counts import Counts
 from .drafters import Draft, Drafter, FeatureDrafter, NoDrafter, Requests, TreeProposer
 from .drafters.aggressive import AggressiveDrafter
 from .drafters.bandit import BanditDrafter
+from .drafters.eagle import EagleDrafter
 from .drafters.early_exit import EarlyExitDrafter
 from .drafters.heads import HeadsDrafter
 from .drafters.hierarchy import HierarchicalDrafter
@@ -35,6 +36,7 @@ __all__ = [
     "Counts",
     "Draft",
     "Drafter",
+    "EagleDrafter",
     "EarlyExitDrafter",
     "EntropyBound",
     "FeatureDrafter",

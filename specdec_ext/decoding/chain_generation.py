@@ -245,6 +245,7 @@ class ChainGeneration:
             draft.tokens,
             rows,
             draft_kinds=draft.kinds if self.rule.reads_draft_law else None,
+            draft_token_ids=None if rows is None else draft.token_ids,
             draft_lengths=None if cut is None else cut.clamp(max=gamma),
             seeds=self.seeds,
             positions=self.positions,

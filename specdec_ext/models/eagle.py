@@ -166,7 +166,7 @@ class EagleHead(PreTrainedModel):
         Raises
         ------
         TypeError
-            A target without an embedding or an output head.
+            A target without an embedding or an output head, or an encoder-decoder.
         ValueError
             An embedding, or a head, of another width than the target's hidden states.
         """
@@ -178,6 +178,11 @@ class EagleHead(PreTrainedModel):
             raise TypeError(
                 "EagleHead: target must have an embedding and an output head, as Hugging Face "
                 f"causal models have, got {type(target).__name__}"
+            )
+        if target.config.is_encoder_decoder:
+            raise TypeError(
+                "EagleHead: target must be a causal model (a layer of its own would not see what "
+                f"an encoder read), got {type(target).__name__}"
             )
         text = target.config.get_text_config()
         vocabulary, width = head.weight.shape
@@ -194,7 +199,7 @@ class EagleHead(PreTrainedModel):
                 "num_attention_heads": text.num_attention_heads,
                 "num_key_value_heads": getattr(text, "num_key_value_heads", None),
                 "intermediate_size": getattr(text, "intermediate_size", None) or 4 * width,
-                "max_position_embeddings": text.max_position_embeddings,
+                "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
                 "draft_vocab_size": None if draft_token_ids is None else len(draft_token_ids),
                 "projection_bias": getattr(head, "bias", None) is not None,
                 **changes,

@@ -8,7 +8,9 @@
 `train` given again goes on where it was interrupted. Heads lie in build/heads/<target>/<kind>-<K>,
 for ``MedusaHeads.from_pretrained`` and its like. Causal targets learn from the standard library's
 sources (the shipped pair's text), encoder-decoders from the pairs of their task; either way what is
-learned is the target's own law, see `specdec_ext.models.heads_training`.
+learned is the target's own law, see `specdec_ext.models.heads_training`. ``--kind eagle`` (causal
+targets) is one layer over the target's states, `specdec_ext.models.eagle`; K is then the length of
+the chains that `evaluate` drafts.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ import specdec_ext  # noqa: E402
 from pair.heads.sources import Rows, Source, open_source  # noqa: E402
 from pair.heads.training import Options, train  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
-from specdec_ext.decoding import HeadsDrafter, StaticTree  # noqa: E402
+from specdec_ext.decoding import EagleDrafter, HeadsDrafter, StaticTree  # noqa: E402
+from specdec_ext.models.eagle import EagleHead, eagle_loss  # noqa: E402
 from specdec_ext.models.heads import BlockwiseHeads, MedusaHeads  # noqa: E402
 from specdec_ext.models.heads_training import heads_loss  # noqa: E402
 
 BUILD = HERE.parents[2] / "build"
-KINDS: dict[str, Any] = {"medusa": MedusaHeads, "blockwise": BlockwiseHeads}
+KINDS: dict[str, Any] = {"medusa": MedusaHeads, "blockwise": BlockwiseHeads, "eagle": EagleHead}
 WIDTHS = (4, 2, 2)  # of the tree that is tried, as far as there are heads
 
 
@@ -56,13 +59,19 @@ def source_of(given: argparse.Namespace) -> Source:
 
 
 def build_heads(given: argparse.Namespace, source: Source) -> Any:
-    """Make fresh heads for the target; a projection that they share stays the target's."""
+    """Make fresh heads for the target; what they copy and share stays the target's."""
     changes: dict[str, Any] = {}
     if given.kind == "medusa":
         changes = {"shared_projection": given.shared, "num_layers": given.layers}
     elif given.units:
         changes = {"intermediate_size": given.units}
     torch.manual_seed(given.seed)
+    if given.kind == "eagle":
+        ids = frequent_tokens(source, given.vocabulary) if given.vocabulary else None
+        head = EagleHead.from_target(source.target, ids).requires_grad_(True)
+        head.layers.embed_tokens.requires_grad_(False)
+        head.projection.requires_grad_(False)
+        return head
     heads = KINDS[given.kind].from_target(
         source.target, given.heads, inputs=source.inputs, **changes
     )
@@ -72,8 +81,17 @@ def build_heads(given: argparse.Namespace, source: Source) -> Any:
     return heads
 
 
+def frequent_tokens(source: Source, number: int) -> torch.Tensor:
+    """Return the tokens that the target finds likeliest most often, as many as asked for."""
+    likeliest = torch.cat([source.rows(step).logits.argmax(-1).flatten() for step in range(32)])
+    counts = torch.bincount(likeliest, minlength=source.rows(0).logits.shape[-1])
+    return counts.argsort(descending=True, stable=True)[:number].sort().values
+
+
 def loss_of(heads: Any, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare the heads with the target on what it computed."""
+    if isinstance(heads, EagleHead):
+        return eagle_loss(heads, rows.tokens, rows.features, rows.logits, rows.mask)
     return heads_loss(heads, rows.features, rows.logits, rows.mask)
 
 
@@ -88,29 +106,32 @@ def run_train(given: argparse.Namespace) -> int:
     heads.save_pretrained(folder)
     facts = {**common.machine_facts(), **asdict(report), "options": asdict(options)}
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    losses = ", ".join(f"{loss:.3f}" for loss in report.by_head)
-    print(f"{folder}: {report.steps:,} steps, {report.seconds:.0f} s, nats by head: {losses}")
+    losses = ", ".join(f"{loss:.3f}" for loss in report.parts)
+    parts = "distance of states, nats" if given.kind == "eagle" else "nats by head"
+    print(f"{folder}: {report.steps:,} steps, {report.seconds:.0f} s, {parts}: {losses}")
     return 0
 
 
 def measured(source: Source, heads: Any, given: argparse.Namespace) -> list[list[str]]:
     """Continue texts in several ways; a row of the table for each."""
     trial = source.trial(given.texts)
-    tree = StaticTree.from_widths(WIDTHS[: heads.num_heads], "top_k")
+    drafter: Any = EagleDrafter(heads) if given.kind == "eagle" else HeadsDrafter(heads)
     ways: dict[str, tuple[Any, dict[str, Any]]] = {
         "plain": (None, {}),
-        "chain": (HeadsDrafter(heads), {"gamma": heads.num_heads}),
-        "tree": (HeadsDrafter(heads), {"tree": tree, "rule": "target_only"}),
-        "chain, typical": (HeadsDrafter(heads), {"gamma": heads.num_heads, "rule": "typical"}),
+        "chain": (drafter, {"gamma": given.heads}),
+        "chain, typical": (drafter, {"gamma": given.heads, "rule": "typical"}),
     }
+    if hasattr(drafter, "propose_tree"):
+        tree = StaticTree.from_widths(WIDTHS[: given.heads], "top_k")
+        ways["tree"] = (drafter, {"tree": tree, "rule": "target_only"})
     table = []
     for temperature in (0.0, 1.0):
-        for way, (drafter, options) in ways.items():
+        for way, (draft, options) in ways.items():
             if way == "chain, typical" and temperature == 0.0:
                 continue  # there it is greedy
             begin = time.perf_counter()
             statistics = specdec_ext.generate(
-                trial.target, drafter, trial.prompts, max_new_tokens=given.new_tokens,
+                trial.target, draft, trial.prompts, max_new_tokens=given.new_tokens,
                 temperature=temperature, seeds=given.seed, **options,
             ).statistics  # fmt: skip
             seconds = time.perf_counter() - begin
@@ -161,6 +182,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=Options.peak_lr, help="at its height")
     add("--layers", type=int, default=1, help="residual layers of a Medusa head (1)")
     add("--shared", action="store_true", help="one projection for all Medusa heads: the target's")
+    add("--vocabulary", type=int, help="tokens that an EAGLE-style head can propose (all)")
     add("--units", type=int, help="of a blockwise head's hidden layer (2048)")
 
     command = commands.add_parser("evaluate", parents=[shared])

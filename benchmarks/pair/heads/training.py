@@ -35,11 +35,11 @@ class Options:
 
 @dataclass
 class Report:
-    """How a training went: steps, seconds, and the running mean of each head's loss in nats."""
+    """How a training went: steps, seconds, and running means of what the loss is made of."""
 
     steps: int
     seconds: float
-    by_head: list[float]
+    parts: list[float]
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
     rows : callable
         Of a step's number, what the target computes on its texts.
     loss_of : callable
-        Of the heads and `Rows`, the loss and each head's own.
+        Of the heads and `Rows`, the loss and the parts of it that are reported.
     pace : Pace
         When it ends. What earlier sessions used of its time is added.
     options : Options
@@ -98,7 +98,7 @@ def train(
             optimizer.param_groups[0]["lr"] = options.peak_lr * lr_factor(
                 before, options.warmup, options.cooldown
             )
-            loss, by_head = loss_of(heads, rows(step))
+            loss, parts = loss_of(heads, rows(step))
             if not math.isfinite(loss.item()):
                 raise FloatingPointError(f"{options.kind}: the loss of step {step} is {loss}")
             loss.backward()
@@ -106,7 +106,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             # A text may be too short for the last heads: they keep what they had.
-            known = by_head if means is None else torch.where(by_head.isnan(), means, by_head)
+            known = parts if means is None else torch.where(parts.isnan(), means, parts)
             means = known if means is None else torch.where(
                 means.isnan(), known, 0.98 * means + 0.02 * known
             )  # fmt: skip
@@ -123,7 +123,7 @@ def train(
                 }
                 checkpoints.save(state, int(after * CHECKPOINTS), state["heads"])
             bar.update(CHECKPOINTS * (after - before))
-            bar.set_postfix_str(f"step {step}, head 1 {means[0]:.3f}", refresh=False)
+            bar.set_postfix_str(f"step {step}, loss {loss.item():.3f}", refresh=False)
             before = after
             if on_step is not None:
                 on_step(step)

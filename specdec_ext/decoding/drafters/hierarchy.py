@@ -288,6 +288,7 @@ class HierarchicalDrafter(ModelDrafter):
             draft.tokens,
             draft.logits,
             draft_kinds=draft.kinds if level.needs_law else None,
+            draft_token_ids=None if draft.logits is None else draft.token_ids,
             draft_lengths=limits,
             seeds=level.seeds,
             positions=positions,

@@ -133,7 +133,9 @@ class Requests:
         """Return the prompts on the host, without their padding."""
         return on_the_host(self.input_ids, self.attention_mask)
 
-    def draw(self, logits: Tensor, positions: Tensor, index: int) -> Tensor:
+    def draw(
+        self, logits: Tensor, positions: Tensor, index: int, token_ids: Tensor | None = None
+    ) -> Tensor:
         """Draw draft token ``index`` (0-based) of each request from its row, under the filters.
 
         Parameters
@@ -144,6 +146,8 @@ class Requests:
             ``[B]``, where the round's first draft token goes.
         index : int
             Which draft token of the round.
+        token_ids : Tensor, optional
+            ``[Vd]`` int64, the target's token of each entry, of a reduced vocabulary.
 
         Returns
         -------
@@ -151,9 +155,11 @@ class Requests:
             ``[B]`` int64; -1 where a row has no law.
         """
         if self.greedy:
-            return logits.argmax(-1)
+            best = logits.argmax(-1)
+            return best if token_ids is None else token_ids[best]
         return ops.sample(
             logits,
+            draft_token_ids=token_ids,
             seeds=self.seeds,
             positions=positions,
             draft_index=index,
@@ -217,11 +223,15 @@ class Draft(NamedTuple):
     kinds : Tensor or None
         ``[B, G]`` int8, 0 for a deterministic token, whatever its row says, 1 for one that was
         drawn from it. None: drawn where there are logits.
+    token_ids : Tensor or None
+        ``[Vd]`` int64, the target's token of each entry of ``logits``, of a reduced vocabulary;
+        None: entry i is token i. Not without logits.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     kinds: Tensor | None = None
+    token_ids: Tensor | None = None
 
 
 def check_draft(draft: Any, drafter: Any, batch: int, gamma: int) -> None:
