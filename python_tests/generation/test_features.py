@@ -315,6 +315,20 @@ def test_drafters_that_propose_no_trees_are_refused():
     with pytest.raises(TypeError, match="a Drafter or None, got TreeDrafter"):
         specdec_ext.generate(target, TreeDrafter(draft), ids)
 
+    class Bad(FixedTree):
+        def propose_tree(self, positions):
+            return self.make(super().propose_tree(positions))
+
+    for make, error, said in (
+        (lambda draft: draft.tokens, TypeError, "must return a TreeDraft of tensors, got Tensor"),
+        (lambda draft: draft._replace(tokens=draft.tokens[0]), ValueError, r"B = 1 .* got \[16\]"),
+        (lambda draft: draft._replace(tokens=draft.tokens.int()), ValueError, "int32"),
+    ):
+        bad = Bad()
+        bad.make = make
+        with pytest.raises(error, match=f"Bad.propose_tree.*{said}"):
+            specdec_ext.generate(target, bad, ids, tree=TREE)
+
     class Lacking(FixedTree):
         commit_path = None
 

@@ -335,8 +335,8 @@ def _last_hidden_states(model: Any, output: Any, tokens: Tensor) -> Tensor:
     """Return what a model's output head has read, ``[B, m, D]``, for ``tokens`` ``[B, m]``.
 
     Every layer's states come in its output, at no more computation, but only the last ones are
-    kept. This is transformers' own way to ask for them, which works for wrapped and compiled models
-    and in several threads, as hooks on a shared module would not.
+    kept. This is transformers' own way to ask for them, which leaves the model and its other
+    callers alone: a hook of ours on a module would be seen by every thread that runs it.
     """
     states = getattr(output, "decoder_hidden_states", None)  # an encoder-decoder's
     states = getattr(output, "hidden_states", None) if states is None else states

@@ -9,7 +9,7 @@ from .. import ops
 from .chain_generation import Burst, ChainGeneration
 from .counts import Counts
 from .drafters import last_tokens
-from .drafters.tree import tree_view
+from .drafters.tree import check_tree_draft, tree_view
 from .transfer import Transfer, TreeOutcome
 
 __all__ = ["TreeGeneration"]
@@ -27,6 +27,7 @@ class TreeGeneration(ChainGeneration):
         """One round: every running request gains between 1 and depth + 1 tokens."""
         self.clock.start("draft")
         draft = self.drafter.propose_tree(self.positions)
+        check_tree_draft(draft, self.drafter, len(self.last))
         draft = draft._replace(tokens=torch.cat([self.last, draft.tokens[:, 1:]], 1))
 
         self.clock.start("target")

@@ -148,8 +148,8 @@ class DecodingHeads(PreTrainedModel):
         """K, how many tokens are predicted beyond the target's own next one."""
         return self.config.num_heads
 
-    def hidden(self, features: Tensor) -> Tensor:
-        """Return each head's hidden state, ``[..., K, D]``, of ``features`` ``[..., D]``."""
+    def hidden(self, features: Tensor, count: int | None = None) -> Tensor:
+        """Return the hidden states of ``count`` heads (None: all), ``[..., count, D]``."""
         raise NotImplementedError
 
     def project(self, hidden: Tensor, head: int) -> Tensor:
@@ -177,7 +177,7 @@ class DecodingHeads(PreTrainedModel):
             ``[..., count, V]``: row i belongs to the token i + 1 places behind the one that the
             target predicts from the same state.
         """
-        hidden = self.hidden(features.to(self.dtype))[..., :count, :]
+        hidden = self.hidden(features.to(self.dtype), count)
         return torch.stack([self.project(one, k) for k, one in enumerate(hidden.unbind(-2))], -2)
 
     @classmethod
@@ -312,10 +312,11 @@ class MedusaHeads(DecodingHeads):
             init.zeros_(module.weights)
             init.zeros_(module.biases)
 
-    def hidden(self, features: Tensor) -> Tensor:
-        """Return each head's hidden state, ``[..., K, D]``, of ``features`` ``[..., D]``."""
-        hidden = features[..., None, :].expand(*features.shape[:-1], self.num_heads, -1)
-        for weight, bias in zip(self.weights, self.biases, strict=True):
+    def hidden(self, features: Tensor, count: int | None = None) -> Tensor:
+        """Return the hidden states of ``count`` heads (None: all), ``[..., count, D]``."""
+        hidden = features[..., None, :]
+        for weight, bias in zip(self.weights[:, :count], self.biases[:, :count], strict=True):
+            hidden = hidden.expand(*features.shape[:-1], len(weight), -1)
             hidden = hidden + F.silu(torch.einsum("...kd,ked->...ke", hidden, weight) + bias)
         return hidden
 
@@ -368,8 +369,11 @@ class BlockwiseHeads(DecodingHeads):
             init.zeros_(module.weights)
             init.zeros_(module.biases)
 
-    def hidden(self, features: Tensor) -> Tensor:
-        """Return each head's hidden state, ``[..., K, D]``, of ``features`` ``[..., D]``."""
-        units = F.relu(self.inner(features)).unflatten(-1, (self.num_heads, -1))
-        added = torch.einsum("...kf,kdf->...kd", units, self.weights) + self.biases
+    def hidden(self, features: Tensor, count: int | None = None) -> Tensor:
+        """Return the hidden states of ``count`` heads (None: all), ``[..., count, D]``."""
+        weights, biases = self.weights[:count], self.biases[:count]
+        read = slice(len(weights) * self.config.intermediate_size)
+        units = F.relu(F.linear(features, self.inner.weight[read], self.inner.bias[read]))
+        units = units.unflatten(-1, (len(weights), -1))
+        added = torch.einsum("...kf,kdf->...kd", units, weights) + biases
         return features[..., None, :] + added

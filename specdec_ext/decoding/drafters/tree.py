@@ -22,7 +22,7 @@ from ..trees import (
 from . import Requests, TreeProposer, last_tokens
 from .hosted import ModelHost
 
-__all__ = ["TreeDrafter", "as_tree_proposer", "tree_view"]
+__all__ = ["TreeDrafter", "as_tree_proposer", "check_tree_draft", "tree_view"]
 
 
 def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,6 +157,29 @@ class TreeDrafter(ModelHost):
         self._missing = self._missing[rows]
         if hasattr(self, "_runs"):
             self._runs = self._runs[rows]
+
+
+def check_tree_draft(draft: Any, drafter: Any, batch: int) -> None:
+    """Check that what a drafter proposed are trees for ``batch`` requests.
+
+    All but the tokens is left to the operator, which looks at it anyway.
+
+    Raises
+    ------
+    TypeError
+        It is no `TreeDraft`, or its tokens are no tensor.
+    ValueError
+        Its tokens have another shape or dtype.
+    """
+    by = f"generate: {type(drafter).__name__}.propose_tree"
+    if not isinstance(draft, TreeDraft) or not isinstance(draft.tokens, Tensor):
+        raise TypeError(f"{by} must return a TreeDraft of tensors, got {shown(draft)}")
+    shape, dtype = list(draft.tokens.shape), draft.tokens.dtype
+    if len(shape) != 2 or shape[0] != batch or not shape[1] or dtype != torch.int64:
+        raise ValueError(
+            f"{by} must return int64 tokens [B, N] with B = {batch} and N >= 1, got {shape} "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
 
 
 def as_tree_proposer(draft: Any, name: str = "draft") -> TreeProposer:
