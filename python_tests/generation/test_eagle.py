@@ -7,15 +7,17 @@ import functools
 import pytest
 import torch
 from generate_models import TableWithStates, pair, prompts, tables
-from test_generate_law import ALPHA, p_value
+from test_generate_law import ALPHA, PROMPT, p_value
 
 import specdec_ext
 from specdec_ext.decoding import (
     ConfidenceStop,
     EagleDrafter,
+    GrownTree,
     HierarchicalDrafter,
     LookupDrafter,
     StackedDrafter,
+    StaticTree,
 )
 from specdec_ext.models.eagle import EagleHead, EagleHeadConfig, eagle_loss
 
@@ -33,6 +35,7 @@ REDUCED = torch.tensor([3, 0, 2])  # in no order, and token 1 is never proposed
 def table_and_head(reduced: bool = True):
     """Return a target over four tokens, and a random head over three of them, or all."""
     target = TableWithStates(tables(4)[0].table)
+    target.last_position = len(PROMPT) + LENGTH - 1
     torch.manual_seed(2)
     config = EagleHeadConfig(
         hidden_size=4, intermediate_size=6, num_attention_heads=2, vocab_size=4,
@@ -70,6 +73,21 @@ def test_joint_law_in_a_stack_and_under_a_policy():
     stack = StackedDrafter(LookupDrafter(min_match=2), EagleDrafter(head))
     assert law_of(stack, gamma=2) > ALPHA
     assert law_of(EagleDrafter(head), gamma=ConfidenceStop(3, 0.4)) > ALPHA
+
+
+TREES = {
+    "top_k": (StaticTree.from_widths((2, 2), "top_k"), "target_only"),
+    "drawn": (StaticTree.from_widths((2, 1)), "traversal"),
+    "chain": (StaticTree.from_widths((1, 1, 1), "iid"), "recursive"),
+    "grown": (GrownTree(6, 3, beam=2), "traversal"),
+}
+
+
+@pytest.mark.every("name")
+@pytest.mark.parametrize("name", TREES)
+def test_joint_law_of_trees(name):
+    tree, rule = TREES[name]
+    assert law_of(EagleDrafter(table_and_head()[1]), tree=tree, rule=rule) > ALPHA
 
 
 class AnotherMap(EagleDrafter):
@@ -133,7 +151,7 @@ class Watched(EagleDrafter):
         super().start(requests)
         ids, mask = requests.input_ids, requests.attention_mask
         self.texts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
-        self.rows, self.seen = list(range(len(ids))), []
+        self.rows, self.seen, self.trees = list(range(len(ids))), [], []
 
     def take_features(self, features, tokens, gained):
         super().take_features(features, tokens, gained)
@@ -146,6 +164,14 @@ class Watched(EagleDrafter):
             if draft.tokens.shape[1]:
                 laws = None if draft.logits is None else draft.logits[i]
                 self.seen.append((list(self.texts[b]), draft.tokens[i], laws))
+        return draft
+
+    def propose_tree(self, positions):
+        draft = super().propose_tree(positions)
+        for i, b in enumerate(self.rows):
+            self.trees.append(
+                (list(self.texts[b]), draft.tokens[i].tolist(), draft.parents[i].tolist())
+            )
         return draft
 
     def select(self, rows, indices):
@@ -164,6 +190,26 @@ def expected_rows(target, head, text, drafted):
         tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
         states = torch.cat([states, output.hidden_states[-1][:, -1:]], 1)
     return torch.stack(rows)
+
+
+def check_trees(drafter, target, head):
+    """Children of every node are the likeliest tokens of the row behind its own path."""
+    checked = 0
+    for text, tokens, parents in drafter.trees:
+        for node in range(1, len(parents)):
+            path, above = [], parents[node]
+            while above > 0:
+                path.insert(0, tokens[above])
+                above = parents[above]
+            if len(text) == 1:
+                assert tokens[node] == -1
+                continue
+            rows = expected_rows(target, head, text, torch.tensor([*path, 0]))
+            rank = parents[:node].count(parents[node])
+            best = head.draft_token_ids[rows[-1].argsort(descending=True)]
+            assert tokens[node] == best[rank]
+            checked += len(path) > 0
+    assert checked > 20
 
 
 def check_rows(drafter, target, head):
@@ -195,6 +241,20 @@ def test_rows_are_those_without_a_cache(name, static):
     check_rows(drafter, target, head)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_nodes_are_those_without_a_cache(static):
+    target, head = causal_head()
+    ids, mask = prompts(RAGGED)
+    drafter = Watched(head)
+    with torch.inference_mode():
+        _, statistics = specdec_ext.generate(
+            target, drafter, ids, attention_mask=mask, max_new_tokens=LIMITS, static_cache=static,
+            tree=StaticTree((-1, 0, 0, 1, 1, 2, 3, 5), "top_k"),
+        )  # fmt: skip
+        assert statistics.accepted > 0 and statistics.rejected > 0
+        check_trees(drafter, target, head)
+
+
 def test_control_estimates_left_in_the_cache(monkeypatch):
     """What the head made of its own estimates must go: the target's states come in its place."""
 
@@ -216,7 +276,7 @@ def test_control_estimates_left_in_the_cache(monkeypatch):
 
 
 @pytest.mark.every("company")
-@pytest.mark.parametrize("company", ["alone", "stack", "coupled"])
+@pytest.mark.parametrize("company", ["alone", "stack", "coupled", "tree", "grown"])
 @pytest.mark.parametrize("lengths", [RAGGED, [1], [4]], ids=["ragged", "one token", "one"])
 @pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "whole"])
 def test_tokens_of_plain_decoding(reduced, lengths, company):
@@ -228,8 +288,12 @@ def test_tokens_of_plain_decoding(reduced, lengths, company):
     drafter = EagleDrafter(head)
     if company == "stack":
         drafter = StackedDrafter(LookupDrafter(), drafter)
+    shape = {"gamma": 4}
+    if company in ("tree", "grown"):
+        grown = GrownTree(8, 3, beam=2)
+        shape = {"tree": grown if company == "grown" else StaticTree.from_widths((2, 2, 1))}
     plain, _ = specdec_ext.generate(target, None, ids, **options)
-    found, statistics = specdec_ext.generate(target, drafter, ids, gamma=4, **options)
+    found, statistics = specdec_ext.generate(target, drafter, ids, **shape, **options)
     assert torch.equal(found, plain) and statistics.accepted > 0
 
 

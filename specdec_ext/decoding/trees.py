@@ -45,6 +45,7 @@ __all__ = [
     "StaticTree",
     "TreeDraft",
     "draft_grown",
+    "draft_nothing",
     "draft_static",
     "draft_top_k",
     "draw_children",
@@ -505,6 +506,12 @@ def draft_static(
     rows_of = torch.arange(count, device=root.device)
     rows_of = torch.where(rows_of < inner, rows_of, -1).expand(batch, -1)
     return TreeDraft(tokens, parents_tensor, kinds, torch.cat(laws, 1), rows_of)
+
+
+def draft_nothing(root: Tensor) -> TreeDraft:
+    """Return trees that hold no token but the root's, ``[B]``."""
+    none = torch.full_like(root, -1)[:, None]
+    return TreeDraft(root[:, None], none, torch.zeros_like(none, dtype=torch.int8), None, None)
 
 
 def draft_top_k(

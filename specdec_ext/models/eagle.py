@@ -170,10 +170,9 @@ class EagleHead(PreTrainedModel):
         ValueError
             An embedding, or a head, of another width than the target's hidden states.
         """
-        head, embedding = (
-            getattr(target, name, lambda: None)()
-            for name in ("get_output_embeddings", "get_input_embeddings")
-        )
+        get_head: Any = getattr(target, "get_output_embeddings", lambda: None)
+        get_embedding: Any = getattr(target, "get_input_embeddings", lambda: None)
+        head, embedding = get_head(), get_embedding()
         if getattr(head, "weight", None) is None or getattr(embedding, "weight", None) is None:
             raise TypeError(
                 "EagleHead: target must have an embedding and an output head, as Hugging Face "

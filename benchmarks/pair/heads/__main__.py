@@ -116,14 +116,13 @@ def measured(source: Source, heads: Any, given: argparse.Namespace) -> list[list
     """Continue texts in several ways; a row of the table for each."""
     trial = source.trial(given.texts)
     drafter: Any = EagleDrafter(heads) if given.kind == "eagle" else HeadsDrafter(heads)
+    tree = StaticTree.from_widths(WIDTHS[: given.heads], "top_k")
     ways: dict[str, tuple[Any, dict[str, Any]]] = {
         "plain": (None, {}),
         "chain": (drafter, {"gamma": given.heads}),
+        "tree": (drafter, {"tree": tree, "rule": "target_only"}),
         "chain, typical": (drafter, {"gamma": given.heads, "rule": "typical"}),
     }
-    if hasattr(drafter, "propose_tree"):
-        tree = StaticTree.from_widths(WIDTHS[: given.heads], "top_k")
-        ways["tree"] = (drafter, {"tree": tree, "rule": "target_only"})
     table = []
     for temperature in (0.0, 1.0):
         for way, (draft, options) in ways.items():

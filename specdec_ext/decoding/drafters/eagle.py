@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..checks import shown
 from ..counts import Counts
+from ..trees import StaticTree, TreeDraft, draft_grown, draft_nothing, draft_static
 from . import Draft, GoOn, Requests
+from .tree import Branches
 
 if TYPE_CHECKING:
     from ..cache import CachedModel
@@ -50,13 +52,17 @@ class _FedHead:
 
 
 class EagleDrafter:
-    """Drafts chains with an `EagleHead`, one call of its layer a token.
+    """Drafts chains and trees with an `EagleHead`, one call of its layer a token or a level.
 
     The head reads the target's hidden states of all text, which come with the prompts and with each
     round (`FeatureDrafter`), and behind them its own estimates. What it made of its estimates is
     forgotten after the round: the first call of the next one reads the target's own states of the
     tokens that were accepted. Its law is passed on over its own vocabulary, by `Draft.token_ids`,
-    so the output follows the target's law under every lossless rule.
+    so the output follows the target's law under every lossless rule. (Rows of trees are passed on
+    over the target's vocabulary.)
+
+    **Trees** (``generate(..., tree=...)``) are those of `StaticTree`, with children of every kind,
+    and of `GrownTree`, which is EAGLE-2's.
 
     Where a prompt has only one token, the first round has no hidden state and drafts nothing.
 
@@ -72,7 +78,7 @@ class EagleDrafter:
 
     References
     ----------
-    Li et al., "EAGLE", arXiv 2401.15077.
+    Li et al., "EAGLE", arXiv 2401.15077; "EAGLE-2", arXiv 2406.16858.
 
     Examples
     --------
@@ -198,12 +204,70 @@ class EagleDrafter:
             return Draft(torch.stack(tokens, 1))
         return Draft(torch.stack(tokens, 1), torch.stack(rows, 1), token_ids=token_ids)
 
-    def _over_the_target(self, row: Tensor) -> Tensor:
-        """Give a row's entries the places of their tokens, ``[B, V]``; policies look there."""
+    def _over_the_target(self, rows: Tensor) -> Tensor:
+        """Give entries of rows ``[..., Vd]`` the places of their tokens, ``[..., V]``."""
         if not self.head.is_reduced:
-            return row
-        whole = row.new_full((len(row), self.head.config.vocab_size), -torch.inf)
-        return whole.index_copy(1, self.head.draft_token_ids, row)
+            return rows
+        whole = rows.new_full((*rows.shape[:-1], self.head.config.vocab_size), -torch.inf)
+        return whole.index_copy(rows.dim() - 1, self.head.draft_token_ids, rows)
+
+    def propose_tree(self, positions: Tensor) -> TreeDraft:
+        """Draft a tree for each request; the layer runs all nodes of a level in one call."""
+        assert self._cached is not None, "start() comes first"
+        tree = self._requests.tree
+        assert tree is not None, "generate says which, where one is asked for"
+        root = torch.zeros_like(positions)
+        found = self._take_in() if tree.depth else None
+        if found is None:
+            return draft_nothing(root)
+        row, state, known = found
+        extend = self._growing(row, state)
+        drawing = self._requests.of_trees()
+        if isinstance(tree, StaticTree):
+            parents = torch.tensor(tree.parents, device=root.device).expand(len(root), -1)
+            draft = draft_static(
+                tree,
+                root,
+                lambda tokens, nodes: extend(tokens, parents[:, nodes.start : nodes.stop]),
+                positions=positions,
+                **drawing,
+            )
+        else:
+            draft, _ = draft_grown(tree, root, extend, drawing["filters"])
+        if known is None:
+            return draft
+        return draft._replace(tokens=torch.where(known[:, None], draft.tokens, -1))
+
+    def _growing(self, row: Tensor, state: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return what runs nodes ``[B, m]`` with parents that were run before, from the root on.
+
+        The root, which is the text's last token, has been run: ``row`` ``[B, Vd]`` and ``state``
+        ``[B, D]`` are what came of it.
+        """
+        assert self._cached is not None
+        cached, branches = self._cached, Branches(row[:, 0])
+        states, has_run = state[:, None], False  # of the nodes; whether the root's turn has come
+        cached.begin_tree()
+
+        def extend(tokens: Tensor, parents: Tensor) -> Tensor:
+            nonlocal states, has_run
+            if not has_run:
+                has_run = True
+                return self._over_the_target(row[:, None])
+            seen, depths = branches.add(parents)
+            self._fed.features = states.gather(
+                1, parents[:, :, None].expand(-1, -1, states.shape[2])
+            )
+            logits = cached.forward_nodes(tokens, seen[:, :, 1:], depths - 1)
+            assert cached.features is not None
+            states = torch.cat([states, cached.features], 1)
+            self._drafted += tokens.shape[1]
+            return self._over_the_target(logits)
+
+        return extend
+
+    def commit_path(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
+        """Take note of what was emitted: `take_features` has said it."""
 
     def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Take note of what was emitted: `take_features` has said it."""

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ..checks import shown
 from ..counts import Counts
-from ..trees import GrownTree, StaticTree, TreeDraft, draft_grown, draft_static, draft_top_k
+from ..trees import (
+    GrownTree,
+    StaticTree,
+    TreeDraft,
+    draft_grown,
+    draft_nothing,
+    draft_static,
+    draft_top_k,
+)
 from . import Draft, GoOn, Requests
 
 __all__ = ["HeadsDrafter"]
@@ -146,7 +154,7 @@ class HeadsDrafter:
         assert tree is not None, "generate says which, where one is asked for"
         laws = self._laws(tree.depth)
         if laws is None:
-            return _empty(positions)
+            return draft_nothing(positions)
         draft = self._tree_of(tree, laws, positions)
         if self._known is None:
             return draft
@@ -191,14 +199,3 @@ class HeadsDrafter:
         self._requests = self._requests.select(rows)
         self._state = None if self._state is None else self._state[rows]
         self._known = None if self._known is None else self._known[rows]
-
-
-def _empty(positions: Tensor) -> TreeDraft:
-    """Return trees that hold no token but the root's."""
-    return TreeDraft(
-        torch.zeros_like(positions)[:, None],
-        torch.full_like(positions, -1)[:, None],
-        torch.zeros_like(positions, dtype=torch.int8)[:, None],
-        None,
-        None,
-    )

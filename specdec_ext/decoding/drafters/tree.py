@@ -22,13 +22,48 @@ from ..trees import (
 from . import Requests, TreeProposer, last_tokens
 from .hosted import ModelHost
 
-__all__ = ["TreeDrafter", "as_tree_proposer", "check_tree_draft", "tree_view"]
+__all__ = ["Branches", "TreeDrafter", "as_tree_proposer", "check_tree_draft", "tree_view"]
 
 
 def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Give which nodes each node sees, ``[B, N, N]`` bool, and their depths, ``[B, N]``."""
     tree = ops.tree_mask(parents)
     return dense_tree_mask(tree.ancestors, 0, 0, dtype=torch.bool)[:, 0], tree.depths
+
+
+class Branches:
+    """Nodes of growing trees, in the order in which they are run: what each sees, and its depth.
+
+    Parameters
+    ----------
+    root : Tensor
+        ``[B]``, anything; the root is node 0.
+
+    Attributes
+    ----------
+    seen : Tensor
+        ``[B, t, t]`` bool, which nodes each of the t nodes sees: its ancestors and itself.
+    depths : Tensor
+        ``[B, t]`` int64.
+    """
+
+    def __init__(self, root: Tensor) -> None:
+        self.seen = torch.ones_like(root, dtype=torch.bool)[:, None, None]
+        self.depths = torch.zeros_like(root, dtype=torch.int64)[:, None]
+
+    def add(self, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Add nodes whose ``parents`` ``[B, m]`` were run before.
+
+        Returns which nodes each sees, ``[B, m, t]`` bool, these included, and depths, ``[B, m]``.
+        """
+        batch, new = parents.shape
+        own = torch.eye(new, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+        wide = parents[:, :, None].expand(-1, -1, self.seen.shape[2])
+        added = torch.cat([self.seen.gather(1, wide), own], 2)
+        self.seen = torch.cat([torch.nn.functional.pad(self.seen, (0, new)), added], 1)
+        depths = self.depths.gather(1, parents) + 1
+        self.depths = torch.cat([self.depths, depths], 1)
+        return added, depths
 
 
 class TreeDrafter(ModelHost):
@@ -101,23 +136,14 @@ class TreeDrafter(ModelHost):
         return draft_static(tree, root, extend, positions=positions, **self._requests.of_trees())
 
     def _propose_grown(self, tree: GrownTree, root: Tensor) -> TreeDraft:
-        seen: Tensor | None = None
-        depths: Tensor
+        branches: Branches | None = None
 
         def extend(tokens: Tensor, parents: Tensor) -> Tensor:
-            nonlocal seen, depths
-            batch, new = tokens.shape
-            own = torch.eye(new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-            if seen is None:
-                seen = own
-                depths = torch.zeros_like(tokens)
-            else:
-                wide = parents[:, :, None].expand(-1, -1, seen.shape[2])
-                above = seen.gather(1, wide)
-                depths = torch.cat([depths, depths.gather(1, parents) + 1], 1)
-                old = torch.nn.functional.pad(seen, (0, new))
-                seen = torch.cat([old, torch.cat([above, own], 2)], 1)
-            return self._run(tokens, seen[:, -new:], depths[:, -new:])
+            nonlocal branches
+            if branches is None:
+                branches = Branches(root)
+                return self._run(tokens, branches.seen, branches.depths)
+            return self._run(tokens, *branches.add(parents))
 
         draft, self._runs = draft_grown(tree, root, extend, self._requests.of_trees()["filters"])
         return draft
