@@ -83,7 +83,6 @@ TREES = {
 }
 
 
-@pytest.mark.every("name")
 @pytest.mark.parametrize("name", TREES)
 def test_joint_law_of_trees(name):
     tree, rule = TREES[name]
@@ -132,7 +131,7 @@ def causal_head(name: str = "llama", reduced: bool = True):
     losses = []
     with torch.no_grad():
         outputs = [target(input_ids=text, output_hidden_states=True) for text in texts]
-    for _ in range(25):
+    for _ in range(15):
         for text, output in zip(texts, outputs, strict=True):
             states, logits = output.hidden_states[-1], 10 * output.logits
             loss, _ = eagle_loss(head, text, states, logits, law_weight=1.0)
@@ -195,7 +194,7 @@ def expected_rows(target, head, text, drafted):
 def check_trees(drafter, target, head):
     """Children of every node are the likeliest tokens of the row behind its own path."""
     checked = 0
-    for text, tokens, parents in drafter.trees:
+    for text, tokens, parents in drafter.trees[::2]:
         for node in range(1, len(parents)):
             path, above = [], parents[node]
             while above > 0:
@@ -214,7 +213,7 @@ def check_trees(drafter, target, head):
 
 def check_rows(drafter, target, head):
     drafted = 0
-    for text, tokens, rows in drafter.seen:
+    for text, tokens, rows in drafter.seen[::2]:
         if len(text) == 1:  # there is no state yet
             assert (tokens == -1).all()
             continue
@@ -276,7 +275,7 @@ def test_control_estimates_left_in_the_cache(monkeypatch):
 
 
 @pytest.mark.every("company")
-@pytest.mark.parametrize("company", ["alone", "stack", "coupled", "tree", "grown"])
+@pytest.mark.parametrize("company", ["alone", "tree", "coupled", "stack", "grown"])
 @pytest.mark.parametrize("lengths", [RAGGED, [1], [4]], ids=["ragged", "one token", "one"])
 @pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "whole"])
 def test_tokens_of_plain_decoding(reduced, lengths, company):

@@ -111,7 +111,6 @@ def test_states_are_those_of_the_accepted_path(name, lengths, tree, static):
     run_causal(name, tree, static, lengths)
 
 
-@pytest.mark.every("name")
 @pytest.mark.parametrize("name", ["bart", "mistral_window", "bloom_alibi"])
 def test_states_of_rows_that_cannot_share_a_cache_as_they_are(name):
     """Windows and ALiBi count slots: holes are closed at once, or rows run one by one."""
@@ -122,7 +121,6 @@ PROMPTS = torch.tensor([[0, 1, 9], [0, 0, 1], [1, 30, 31]])  # of the decoder
 REAL = torch.tensor([[0, 1, 1], [0, 0, 1], [1, 1, 1]])
 
 
-@pytest.mark.every("name")
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("prompt", [PROMPTS, PROMPTS[:, :1] * 0 + 1], ids=["ragged", "start token"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])

@@ -148,7 +148,6 @@ TREES = {
 }
 
 
-@pytest.mark.every("name")
 @pytest.mark.parametrize("name", TREES)
 def test_joint_law_of_trees(name):
     tree, rule = TREES[name]
@@ -278,7 +277,6 @@ def test_greedy_equals_plain_decoding(name, lengths, shape, static):
     assert statistics.rounds - 2 <= drafter.calls <= statistics.rounds - (max(lengths) == 1)
 
 
-@pytest.mark.every("kind")
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
@@ -296,7 +294,6 @@ def test_greedy_equals_plain_decoding_behind_an_encoder(name, kind, shape):
             assert row[: len(right)] == right and not any(row[len(right) :])
 
 
-@pytest.mark.every("count")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [10, 25])
 def test_many_heads(kind, count):
