@@ -21,6 +21,7 @@ from specdec_ext.decoding import (
     StackedDrafter,
     StaticTree,
 )
+from specdec_ext.decoding.trees import draft_top_k
 from specdec_ext.models.heads import (
     BlockwiseHeads,
     BlockwiseHeadsConfig,
@@ -167,11 +168,10 @@ def test_control_a_tree_that_passes_on_another_row():
     assert law_of(drafter, tree=TREES["drawn"][0], rule="traversal") < ALPHA
 
 
-@pytest.mark.parametrize("children", ["top_k"])
-def test_nodes_of_a_top_k_tree(children):
+def test_nodes_of_a_top_k_tree():
     """Level by level the likeliest tokens of that level's head, under every node alike."""
     target, heads = table_and_heads()
-    tree, seen = StaticTree((-1, 0, 0, 0, 1, 1, 3), children), []
+    tree, seen = StaticTree((-1, 0, 0, 0, 1, 1, 3), "top_k"), []
 
     class Watching(HeadsDrafter):
         def propose_tree(self, positions):
@@ -188,6 +188,13 @@ def test_nodes_of_a_top_k_tree(children):
         expected = [*best[0, :3], *best[1, :2], best[1, 0]]
         assert draft.tokens[0, 1:].tolist() == expected
         assert draft.logits is None and not draft.kinds.any()
+
+
+def test_a_top_k_tree_with_more_children_than_tokens():
+    laws = torch.tensor([[[0.0, 1.0]], [[0.0, -torch.inf]]])
+    tree = StaticTree.from_widths((3,), "top_k")
+    draft = draft_top_k(tree, torch.tensor([7, 8]), laws, {})
+    assert draft.tokens.tolist() == [[7, 1, 0, -1], [8, 0, -1, -1]]
 
 
 # ---- greedy, token by token ----------------------------------------------------------------------
