@@ -5,6 +5,7 @@ from .counts import Counts
 from .drafters import Draft, Drafter, NoDrafter, Requests
 from .drafters.aggressive import AggressiveDrafter
 from .drafters.bandit import BanditDrafter
+from .drafters.block import BlockDrafter
 from .drafters.early_exit import EarlyExitDrafter
 from .drafters.hierarchy import HierarchicalDrafter
 from .drafters.lookup import LookupDrafter
@@ -29,6 +30,7 @@ from .trees import GrownTree, StaticTree, sequoia_tree
 __all__ = [
     "AggressiveDrafter",
     "BanditDrafter",
+    "BlockDrafter",
     "Burst",
     "ConfidenceStop",
     "Counts",

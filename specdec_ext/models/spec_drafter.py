@@ -79,7 +79,7 @@ class SpecDrafterConfig(T5Config):
     num_decoder_layers: int | None = 2
     block_size: int = 25
     decoder_relative_attention_num_buckets: int = 128
-    decoder_start_token_id: int | None = 0
+    decoder_start_token_id: int = 0
 
 
 @dataclass

@@ -11,7 +11,9 @@ from .interface import (
     asked_for_some,
     check_draft,
     last_tokens,
+    lengthened,
     prefix_or_drawn,
+    without_padding,
 )
 from .model import as_drafter
 from .parts import check_distinct
@@ -29,5 +31,7 @@ __all__ = [
     "check_distinct",
     "check_draft",
     "last_tokens",
+    "lengthened",
     "asked_for_some",
+    "without_padding",
 ]
