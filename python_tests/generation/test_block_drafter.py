@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from generate_models import TableModel, joint_law, perturbed, tables
-from spec_drafters import MARKED, spec_drafter, trained_on_marked
+from generate_models import TableModel, joint_law, tables
+from spec_drafters import spec_drafter
 from test_encoder_decoder import inputs_of, models, plain, start
 from test_generate_law import ALPHA, chi_square
 
@@ -25,7 +24,7 @@ from specdec_ext.decoding import (
     StackedDrafter,
 )
 from specdec_ext.decoding.encoder_decoder import encoded
-from specdec_ext.testing.exact import exact_law, joint_law as law_of_tables, step_law
+from specdec_ext.testing.exact import exact_law, step_law
 
 RULES = ["block", "token"]
 VOCABULARY, GAMMA = 3, 2
@@ -127,7 +126,7 @@ class NeighbouringRow(BlockDrafter):
 
     def propose(self, gamma, positions, go_on=None):
         draft = super().propose(gamma, positions, go_on)
-        return Draft(draft.tokens, draft.logits.roll(1, 1))
+        return Draft(draft.tokens, None if draft.logits is None else draft.logits.roll(1, 1))
 
 
 class Unprocessed(BlockDrafter):
@@ -158,7 +157,7 @@ def test_control_another_row_than_the_one_that_was_drawn_from(monkeypatch, rule,
     assert enumerated_law(of_batch(kind), monkeypatch, rule, process).tv > 1e-2
 
 
-DRAWS = 6_000
+DRAWS = 4_000
 
 
 def emitted_p_value(kind, rule, *, temperature=1.0, **options):
@@ -175,15 +174,12 @@ def emitted_p_value(kind, rule, *, temperature=1.0, **options):
     return chi_square(torch.bincount(codes, minlength=64), law)
 
 
-def stop_behind_odd(tokens, logits):
-    return tokens % 2 == 0
-
-
 @pytest.mark.every("rule")
 @pytest.mark.parametrize("rule", [*RULES, "coupled"])
-@pytest.mark.parametrize("gamma", [1, 2, 3, ConfidenceStop(3, 0.4)], ids=str)
+@pytest.mark.parametrize("gamma", [1, 2, 3, "confidence"])
 def test_law_over_rounds(rule, gamma):
-    assert emitted_p_value(BlockDrafter, rule, gamma=copy.deepcopy(gamma)) > ALPHA
+    policy = ConfidenceStop(3, 0.4) if gamma == "confidence" else gamma
+    assert emitted_p_value(BlockDrafter, rule, gamma=policy) > ALPHA
 
 
 def test_law_under_filters_of_its_own():
@@ -202,11 +198,6 @@ def test_control_laws_over_rounds(kind):
 BLOCK = 4
 
 
-def block_drafter(name, inputs, **options):
-    """A drafter for the encoder-decoders of the tests: initialised from the target if that is T5."""
-    return BlockDrafter(spec_drafter(67, block_size=BLOCK), **inputs, **options)
-
-
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 @torch.inference_mode()
 def test_greedy_equals_plain_decoding(name):
@@ -215,7 +206,7 @@ def test_greedy_equals_plain_decoding(name):
     inputs = inputs_of(name)
     limits = [20, 18, 16]
     expected = [plain(target, inputs, b)[: 1 + limit] for b, limit in enumerate(limits)]
-    drafter = block_drafter(name, inputs)
+    drafter = BlockDrafter(spec_drafter(67, block_size=BLOCK), **inputs)
     for gamma in (BLOCK, 2):
         found, statistics = specdec_ext.generate(
             encoded(target, **inputs), drafter, start(3), max_new_tokens=limits, gamma=gamma,
@@ -366,7 +357,6 @@ def test_taken_back_tokens_are_as_if_they_had_not_been():
     drafter.propose(3, positions)
     drafter.commit(torch.tensor([[2, 1], [2, 0]]), Counts([1, 0], torch.tensor([1, 0])))
     # 0 4 5 6 7 8 2 1 and 0 7 3 3 2: five tokens are gone of one, one of the other.
-    text = torch.tensor([[0, 4, 5, 8, -1][-1:] + [0, 4, 5, 8], [0, 7, 3, 3, 8]])
     text = torch.tensor([[-1, 0, 4, 5, 8], [0, 7, 3, 3, 8]])
     drafter.revise(text, Counts([5, 1], torch.tensor([5, 1])))
     found = drafter.propose(3, positions).logits
@@ -423,33 +413,66 @@ def test_top_beta_accepts_what_equations_8_to_10_say(beta, tau):
     assert (relaxed > 0) == (beta > 1)
 
 
-@pytest.fixture(scope="module")
-def marked():
-    return trained_on_marked()
+class NearlyTheTarget:
+    """A block model whose slots are the target's greedy text, from rows with noise on them.
+
+    It stands for a drafter that has learned much: what it gets wrong is likely all the same.
+    """
+
+    def __init__(self, target, block_size=5, noise=1.0):
+        self.target, self.noise = target, noise
+        self.config = SimpleNamespace(block_size=block_size)
+
+    def read(self, input_ids, attention_mask=None, room=0):
+        state = SimpleNamespace(source=input_ids, texts=[[] for _ in input_ids], calls=0)
+
+        def select(rows, indices):
+            state.source = state.source[rows]
+            state.texts = [state.texts[i] for i in indices]
+
+        state.select = select
+        return state
+
+    def draft_block(self, state, tokens, new, block_size):
+        rows = []
+        for text, source, said, count in zip(
+            state.texts, state.source, tokens.tolist(), new.host, strict=True
+        ):
+            text += said[:count]
+            generator = torch.Generator().manual_seed(len(text))
+            ahead = torch.tensor([text])
+            for _ in range(block_size):
+                row = self.target(input_ids=source[None], decoder_input_ids=ahead).logits[0, -1]
+                row = row + self.noise * torch.randn(row.shape, generator=generator)
+                rows.append(row)
+                ahead = torch.cat([ahead, row.argmax()[None, None]], 1)
+        state.calls += 1
+        return torch.stack(rows).reshape(len(state.texts), block_size, -1)
 
 
-def tokens_per_call(marked, sources, rule, **options):
+@torch.inference_mode()
+def tokens_per_call(sources, **options):
     """Tok., the paper's measure: tokens that a round emits, over a set of sentences."""
-    model, target = marked
-    ids = torch.zeros(len(sources), 1, dtype=torch.int64)
+    target, _ = models("t5")
+    drafter = BlockDrafter(NearlyTheTarget(target), sources)
     _, statistics = specdec_ext.generate(
-        encoded(target, input_ids=sources), BlockDrafter(model, sources), ids,
-        max_new_tokens=MARKED.length, gamma=MARKED.length, rule=rule, **options,
+        encoded(target, input_ids=sources), drafter, start(len(sources)), max_new_tokens=20,
+        gamma=5, eos_token_id=(), **options,
     )  # fmt: skip
     return statistics.tokens_per_target_call
 
 
-@pytest.mark.thorough
-def test_spec_verification_takes_no_fewer_tokens_a_call(marked):
-    """Tok. of top_beta against vanilla verification, on every set of sentences, and by beta, tau."""
-    for seed in range(5):
-        sources, _ = MARKED.pairs(40, seed=100 + seed)
-        vanilla = tokens_per_call(marked, sources, "greedy")
-        narrow = tokens_per_call(marked, sources, "top_beta", beta=3, tau=1.0)
-        wide = tokens_per_call(marked, sources, "top_beta", beta=5, tau=5.0)
-        assert vanilla <= narrow <= wide
-        assert tokens_per_call(marked, sources, "top_beta", beta=1, tau=1.0) == vanilla
-        assert vanilla > 1.5  # the drafter has learned
+@pytest.mark.parametrize("seed", range(4))
+def test_spec_verification_takes_no_fewer_tokens_a_call(seed):
+    """Tok. of top_beta against vanilla verification on a set of sentences, and by beta and tau."""
+    generator = torch.Generator().manual_seed(seed)
+    sources = torch.randint(3, 67, (6, 7), generator=generator)
+    vanilla = tokens_per_call(sources, rule="greedy")
+    narrow = tokens_per_call(sources, rule="top_beta", beta=3, tau=1.0)
+    wide = tokens_per_call(sources, rule="top_beta", beta=5, tau=5.0)
+    assert 1.2 < vanilla < narrow < wide
+    assert tokens_per_call(sources, rule="top_beta", beta=1, tau=1.0) == vanilla
+    assert tokens_per_call(sources, rule="top_beta", beta=3, tau=0.0) == vanilla
 
 
 # --- refused -------------------------------------------------------------------------------------

@@ -269,6 +269,7 @@ def test_moved_to_another_device(model):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_moved_to_a_gpu(model):
     for found in run_on(model, "cuda", SOURCE_MASK.cuda()):
         torch.testing.assert_close(found.cpu(), predicted(model).float(), atol=1e-3, rtol=1e-3)

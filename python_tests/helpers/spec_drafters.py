@@ -1,8 +1,6 @@
-"""Spec-Drafters for the tests: tiny ones with random weights, and one that learned a toy task."""
+"""Spec-Drafters for the tests: tiny ones with random weights."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
@@ -15,7 +13,7 @@ def spec_drafter(vocabulary: int, block_size: int, seed: int = 0, **changes) -> 
     Its weights are large, so that the source, the prefix and the slot all matter.
     """
     torch.manual_seed(seed)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 2}
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 1}
     config = SpecDrafterConfig(vocab_size=vocabulary, block_size=block_size, **{**sizes, **changes})
     model = SpecDrafter(config).double().eval()
     with torch.no_grad():
