@@ -1,8 +1,8 @@
 """What a block costs: drafting k tokens in one call of a Spec-Drafter, for several k.
 
-    python benchmarks/bench_block_drafting.py                    # the paper's size, weights at random
-    python benchmarks/bench_block_drafting.py --model FOLDER     # a trained one
-    python benchmarks/bench_block_drafting.py --quick            # does it run?
+    python benchmarks/bench_block_drafting.py                  # the paper's size, random weights
+    python benchmarks/bench_block_drafting.py --model FOLDER   # a trained one
+    python benchmarks/bench_block_drafting.py --quick          # does it run?
 
 Milliseconds are those of `BlockDrafter.propose` in a round: the decoder's call on the tokens that
 the last round emitted and on k slots, behind a cached prefix, and the choice of the tokens (arg
@@ -116,9 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"the cache changes logits by {apart:.2g} of their size", file=sys.stderr)
         return 1
     blocks = sorted({*(k for k in SIZES if k <= model.config.block_size), model.config.block_size})
-    drafters = {
-        k: started(model, k, given.batch, given.source, given.prefix) for k in blocks
-    }
+    drafters = {k: started(model, k, given.batch, given.source, given.prefix) for k in blocks}
     times = common.measure(
         {
             str(k): lambda _, drafter=drafter, tokens=tokens: round_of(

@@ -108,8 +108,9 @@ def generate_fn(
         without a draft.
     draft_model : torch.nn.Module, Drafter or None
         As ``draft`` of `specdec_ext.generate`, or a `SpecDrafter`, which is given the encoder's
-        input. What starts transformers' own assisted generation gives a draft as well: ``assistant_model=`` is the draft model, ``prompt_lookup_num_tokens``
-        (with ``max_matching_ngram_size``) stands for a `LookupDrafter` that drafts so many tokens,
+        input. What starts transformers' own assisted generation gives a draft as well:
+        ``assistant_model=`` is the draft model, ``prompt_lookup_num_tokens`` (with
+        ``max_matching_ngram_size``) stands for a `LookupDrafter` that drafts so many tokens,
         ``assistant_early_exit`` for the target's first layers. One of the four at most.
     gamma : int or GammaPolicy, optional
         As in `specdec_ext.generate`. None: ``prompt_lookup_num_tokens`` where that is given, else

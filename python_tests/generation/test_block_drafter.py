@@ -62,9 +62,7 @@ def enumerated_draft(drafter_of, monkeypatch, process=None):
         drafter = drafter_of(rows)
         ids = torch.tensor([[1, 2]]).repeat(rows, 1)
         zeros = torch.zeros(rows, dtype=torch.int64)
-        drafter.start(
-            Requests(ids, None, zeros + 9, 0, zeros, {}, False, True, process=process)
-        )
+        drafter.start(Requests(ids, None, zeros + 9, 0, zeros, {}, False, True, process=process))
         return drafter.propose(GAMMA, zeros + 2)
 
     passed, drawn = [], []
@@ -362,7 +360,9 @@ def test_taken_back_tokens_are_as_if_they_had_not_been():
     found = drafter.propose(3, positions).logits
     expected = started([[0, 4, 5, 8], [0, 7, 3, 3, 8]]).propose(3, positions).logits
     assert torch.allclose(found, expected, atol=1e-6)
-    assert not torch.allclose(expected, started([[0, 4, 5], [0, 7, 3]]).propose(3, positions).logits)
+    assert not torch.allclose(
+        expected, started([[0, 4, 5], [0, 7, 3]]).propose(3, positions).logits
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "num_return_sequences": 2}], ids=str)

@@ -7,8 +7,12 @@ import copy
 import pytest
 import torch
 from spec_drafters import spec_drafter
-from transformers import BartConfig, BartForConditionalGeneration, T5Config
-from transformers import T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from specdec_ext.decoding import Counts
 from specdec_ext.models.spec_drafter import (
@@ -204,7 +208,9 @@ def test_blocks_of_another_size_are_refused(model, slots):
     with pytest.raises(ValueError, match=message):
         predicted(model, block=torch.full((3, slots), MASKED))
     with pytest.raises(ValueError, match=message):
-        model.draft_block(model.read(SOURCE), PREFIX[:, :1], Counts.full(3, 1, SOURCE.device), slots)
+        model.draft_block(
+            model.read(SOURCE), PREFIX[:, :1], Counts.full(3, 1, SOURCE.device), slots
+        )
 
 
 # --- saved, moved ---------------------------------------------------------------------------------
@@ -232,7 +238,10 @@ def test_default_is_the_papers():
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "vocab_size": 9}
     for changes, said in (
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"decoder_relative_attention_num_buckets": 2}, r"num_buckets must be in \[4, 511\], got 2"),
+        (
+            {"decoder_relative_attention_num_buckets": 2},
+            r"num_buckets must be in \[4, 511\], got 2",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             SpecDrafter(SpecDrafterConfig(**sizes, **changes))
@@ -304,7 +313,10 @@ def test_from_a_target():
     "changes, said",
     [
         ({"num_layers": 2}, "must have num_layers=3, as this drafter's has, got num_layers=2"),
-        ({"d_ff": 32, "vocab_size": 31}, "must have vocab_size=30, d_ff=24,.*vocab_size=31, d_ff=32"),
+        (
+            {"d_ff": 32, "vocab_size": 31},
+            "have vocab_size=30, d_ff=24,.*vocab_size=31, d_ff=32",
+        ),
         ({"num_heads": 4, "d_kv": 4}, "must have d_kv=8, num_heads=2"),  # the same shapes
         ({"feed_forward_proj": "gated-gelu"}, "must have feed_forward_proj=relu"),
     ],

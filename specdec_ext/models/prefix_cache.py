@@ -61,7 +61,12 @@ class PrefixCache(Cache):
         self.lengths = self.lengths + self._new
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Keep what the call's tokens gave; return prefix and block.
 

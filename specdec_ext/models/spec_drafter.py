@@ -308,9 +308,9 @@ class SpecDrafter(T5PreTrainedModel):
         """Initialise a module: as T5 does, and embeddings of [MASK] and of slots as of tokens."""
         super()._init_weights(module)
         if isinstance(module, SpecDrafter):
-            std = self.config.initializer_factor
-            for weight in (module.shared.weight, module.mask_embedding, module.slot_embedding.weight):
-                init.normal_(weight, mean=0.0, std=std)
+            embeddings = module.shared.weight, module.mask_embedding, module.slot_embedding.weight
+            for weight in embeddings:
+                init.normal_(weight, mean=0.0, std=self.config.initializer_factor)
 
     # ---- made from a target ---------------------------------------------------------------------
 

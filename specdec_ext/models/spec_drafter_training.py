@@ -1,10 +1,10 @@
 """What a Spec-Drafter is trained with: masked blocks, glancing, the loss.
 
 The objective is that of Xia et al. (arXiv 2203.16487), section 3.1.3. A random prefix of the target
-text is kept, k [MASK] slots stand behind it, and their tokens are predicted at once (`masked_block`,
-`spec_drafter_loss`). Training is eased by the glancing strategy of Qian et al. (arXiv 2008.07905):
-some slots show their token, as many as the drafter still gets wrong, times a ratio that falls on
-the way (`glance`, `glancing_ratio`).
+text is kept, k [MASK] slots stand behind it, and their tokens are predicted at once
+(`masked_block`, `spec_drafter_loss`). Training is eased by the glancing strategy of Qian et al.
+(arXiv 2008.07905): some slots show their token, as many as the drafter still gets wrong, times a
+ratio that falls on the way (`glance`, `glancing_ratio`).
 
 The texts had best be the target's own: the paper trains on what the target writes with beam 5
 (sequence-level distillation). ``python benchmarks/pair/seq2seq drafter`` is a training that uses
@@ -72,7 +72,9 @@ def sample_prefix_lengths(lengths: Tensor, generator: torch.Generator | None = N
     >>> sample_prefix_lengths(torch.tensor([1, 1]))
     tensor([0, 0])
     """
-    drawn = torch.rand(lengths.shape, dtype=torch.float64, device=lengths.device, generator=generator)
+    drawn = torch.rand(
+        lengths.shape, dtype=torch.float64, device=lengths.device, generator=generator
+    )
     return (drawn * lengths).long()
 
 

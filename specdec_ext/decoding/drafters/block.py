@@ -97,9 +97,7 @@ class BlockDrafter:
                 wanted = "a tensor or None" if is_optional else "a tensor"
                 raise TypeError(f"BlockDrafter: {name} must be {wanted}, got {shown(given)}")
         if input_ids.dim() != 2:
-            raise ValueError(
-                f"BlockDrafter: input_ids must be [B, S], got {list(input_ids.shape)}"
-            )
+            raise ValueError(f"BlockDrafter: input_ids must be [B, S], got {list(input_ids.shape)}")
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"BlockDrafter: attention_mask must be [B, S] = {list(input_ids.shape)}, got "
