@@ -312,10 +312,10 @@ def _encoded(
     assert inputs is not None, "transformers hands over the encoder's input"
     several = len(input_ids) // len(inputs)  # num_return_sequences
     name = draft.get_encoder().main_input_name
-    read = {name: inputs.repeat_interleave(several, 0)}
+    read = inputs.repeat_interleave(several, 0)
     if is_block_model(draft):
-        return target, BlockDrafter(draft, **read, attention_mask=mask)
-    return target, encoded(draft, attention_mask=mask, **read)
+        return target, BlockDrafter(draft, read, mask)
+    return target, encoded(draft, attention_mask=mask, **{name: read})
 
 
 def _ids(tokens: Tensor | None) -> list[int]:

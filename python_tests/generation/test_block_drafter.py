@@ -421,9 +421,8 @@ class NearlyTheTarget:
             ids = torch.tensor([text + [0] * (width - len(text)) for text in ahead])
             outputs = BaseModelOutput(last_hidden_state=state.states)
             logits = self.target(encoder_outputs=outputs, decoder_input_ids=ids).logits
-            rows = torch.stack(
-                [row[len(text) - 1] for row, text in zip(logits, ahead, strict=True)]
-            )
+            last = torch.tensor([len(text) - 1 for text in ahead])
+            rows = logits[torch.arange(len(ahead)), last]
             noise = [torch.randn(rows.shape[1], generator=generator) for generator in generators]
             found.append(rows + self.noise * torch.stack(noise))
             for text, token in zip(ahead, found[-1].argmax(-1).tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Drafters without a model, blocks, stacks, bandits: the law of what is emitted, greedy output, batches."""
+"""Texts, blocks, stacks, bandits as drafters: the emitted law, greedy output, batches."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec_ext.models.spec_drafter import MASKED
+from specdec_ext.models.spec_drafter import MASKED, SpecDrafter, SpecDrafterConfig
 from specdec_ext.models.spec_drafter_training import (
     IGNORED,
     glance,

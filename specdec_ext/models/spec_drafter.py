@@ -172,7 +172,7 @@ class _BlockDecoder(T5PreTrainedModel):
         self.dropout = nn.Dropout(config.dropout_rate)
         self.post_init()
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         embeddings: Tensor,
         visible: Tensor,
@@ -213,7 +213,8 @@ class _BlockDecoder(T5PreTrainedModel):
                 source_bias,
                 past_key_values=cache,
             )
-        return self.dropout(self.final_layer_norm(hidden))
+        normed: Tensor = self.dropout(self.final_layer_norm(hidden))
+        return normed
 
     def _position_bias(self, distances: Tensor) -> Tensor:
         """Return what is added to scores, ``[b, heads, n, t]``.
@@ -227,8 +228,9 @@ class _BlockDecoder(T5PreTrainedModel):
             num_buckets=self.config.relative_attention_num_buckets,
             max_distance=self.config.relative_attention_max_distance,
         )
-        table = self.block[0].layer[0].SelfAttention.relative_attention_bias
-        return table(buckets).permute(0, 3, 1, 2)
+        first: Any = self.block[0]
+        bias: Tensor = first.layer[0].SelfAttention.relative_attention_bias(buckets)
+        return bias.permute(0, 3, 1, 2)
 
 
 class SpecDrafter(T5PreTrainedModel):
@@ -298,7 +300,9 @@ class SpecDrafter(T5PreTrainedModel):
         self.encoder = T5Stack(of_encoder)
         of_decoder = copy.deepcopy(config)
         of_decoder.is_decoder = True
-        of_decoder.num_layers = config.num_decoder_layers
+        of_decoder.num_layers = integer(
+            "SpecDrafter: num_decoder_layers", config.num_decoder_layers, low=1
+        )
         of_decoder.relative_attention_num_buckets = config.decoder_relative_attention_num_buckets
         self.decoder = _BlockDecoder(of_decoder)
         self.post_init()
@@ -394,7 +398,7 @@ class SpecDrafter(T5PreTrainedModel):
 
     # ---- running --------------------------------------------------------------------------------
 
-    def get_encoder(self) -> T5Stack:
+    def get_encoder(self, modality: str | None = None) -> T5Stack:
         """Return the encoder."""
         return self.encoder
 
@@ -402,12 +406,12 @@ class SpecDrafter(T5PreTrainedModel):
         """Return the embeddings of tokens, which are also the output layer's weights."""
         return self.shared
 
-    def set_input_embeddings(self, new_embeddings: nn.Embedding) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         """Replace them."""
-        self.shared = new_embeddings
-        self.encoder.set_input_embeddings(new_embeddings)
+        self.shared = value
+        self.encoder.set_input_embeddings(value)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
