@@ -26,11 +26,11 @@ class BlockDrafter:
     """Draws a block of k tokens in one call of a model that predicts them all at once.
 
     The model is a `specdec_ext.models.spec_drafter.SpecDrafter` (Xia et al., arXiv 2203.16487,
-    section 3.1) or another with its methods ``read`` and ``draft_block``. Its slots are independent
-    given the text so far: each token is drawn from its slot's row, under the draft's filters and
-    the processors, and that row is passed on as its law. What is emitted then has the target's law
-    under every lossless rule. With the rule "top_beta" (the paper's Spec-Verification) the block is
-    the slots' arg max, as in the paper.
+    section 3.1) or another with its methods ``read`` and ``draft_block`` and a state as they have.
+    Its slots are independent given the text so far: each token is drawn from its slot's row, under
+    the draft's filters and the processors, and that row is passed on as its law. What is emitted
+    then has the target's law under every lossless rule. With the rule "top_beta" (the paper's
+    Spec-Verification) the block is the slots' arg max, as in the paper.
 
     A round costs one decoder call, on what the last round emitted and k slots; the prefix before it
     is cached. The model sees all k slots even where fewer tokens are asked for, so that a request's
