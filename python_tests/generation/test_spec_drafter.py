@@ -213,6 +213,24 @@ def test_blocks_of_another_size_are_refused(model, slots):
         )
 
 
+def test_new_weights_are_as_t5_initialises_them():
+    """Encoder and decoder alike; with others (order 1, say) nothing is learned in any time."""
+    config = SpecDrafterConfig(vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=1)
+    torch.manual_seed(0)
+    model = SpecDrafter(config)
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=1, num_decoder_layers=2)
+    )
+    expected = dict(t5.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in ("mask_embedding", "slot_embedding.weight"):
+            assert 0.7 < parameter.std() < 1.3  # as embeddings of tokens
+        elif parameter.std() > 0 and "relative" not in name:
+            assert parameter.std().item() == pytest.approx(expected[name].std().item(), rel=0.2), (
+                name
+            )
+
+
 # --- saved, moved ---------------------------------------------------------------------------------
 
 

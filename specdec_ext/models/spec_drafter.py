@@ -21,8 +21,6 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.t5.modeling_t5 import (
     T5Attention,
-    T5Block,
-    T5LayerNorm,
     T5PreTrainedModel,
     T5Stack,
 )
@@ -164,12 +162,11 @@ class _BlockDecoder(T5PreTrainedModel):
 
     def __init__(self, config: SpecDrafterConfig) -> None:
         super().__init__(config)
-        self.block = nn.ModuleList(
-            T5Block(config, has_relative_attention_bias=i == 0, layer_idx=i)
-            for i in range(config.num_layers)
-        )
-        self.final_layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
-        self.dropout = nn.Dropout(config.dropout_rate)
+        # T5's own stack initialises its layers as T5 does. In a class that is not transformers' own,
+        # it would take attention layers for initialised, and leave weights of order 1.
+        stack = T5Stack(config)
+        self.block = stack.block
+        self.final_layer_norm, self.dropout = stack.final_layer_norm, stack.dropout
         self.post_init()
 
     def forward(
