@@ -5,6 +5,7 @@ from .counts import Counts
 from .drafters import Draft, Drafter, FeatureDrafter, NoDrafter, Requests, TreeProposer
 from .drafters.aggressive import AggressiveDrafter
 from .drafters.bandit import BanditDrafter
+from .drafters.block import BlockDrafter
 from .drafters.eagle import EagleDrafter
 from .drafters.early_exit import EarlyExitDrafter
 from .drafters.heads import HeadsDrafter
@@ -31,6 +32,7 @@ from .trees import GrownTree, StaticTree, sequoia_tree
 __all__ = [
     "AggressiveDrafter",
     "BanditDrafter",
+    "BlockDrafter",
     "Burst",
     "ConfidenceStop",
     "Counts",

@@ -13,8 +13,10 @@ from .interface import (
     asked_for_some,
     check_draft,
     last_tokens,
+    lengthened,
     prefix_or_drawn,
     reads_features,
+    without_padding,
 )
 from .model import as_drafter
 from .parts import check_distinct
@@ -34,6 +36,8 @@ __all__ = [
     "check_distinct",
     "check_draft",
     "last_tokens",
+    "lengthened",
     "asked_for_some",
     "reads_features",
+    "without_padding",
 ]

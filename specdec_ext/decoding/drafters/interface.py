@@ -30,9 +30,11 @@ __all__ = [
     "TreeProposer",
     "prefix_or_drawn",
     "last_tokens",
+    "lengthened",
     "asked_for_some",
     "check_draft",
     "reads_features",
+    "without_padding",
 ]
 
 #: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
@@ -434,6 +436,54 @@ def last_tokens(history: Tensor, last: Counts, width: int) -> Tensor:
         return history[:, end - width : end]
     columns = torch.arange(1 - width, 1, device=history.device)
     return history.gather(1, last.device.long()[:, None] + columns)
+
+
+def without_padding(tokens: Tensor, real: Tensor) -> Tensor:
+    """Return each row's ``real`` tokens, in order, then the others.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        ``[B, n]``.
+    real : Tensor
+        ``[B, n]``, zeros at padding.
+    """
+    first = real.bool().sort(dim=1, descending=True, stable=True).indices
+    return tokens.gather(1, first)
+
+
+def lengthened(
+    tokens: Tensor, lengths: Counts, more: Tensor, gained: Counts
+) -> tuple[Tensor, Counts]:
+    """Return rows of tokens with others behind them, and how many each row has then.
+
+    Parameters
+    ----------
+    tokens, more : Tensor
+        ``[B, n]`` and ``[B, m]``: so many tokens of each row, then anything.
+    lengths, gained : Counts
+        How many.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tokens, more = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[4, 0], [5, 6]])
+    >>> both, lengths = lengthened(
+    ...     tokens, Counts.on(tokens.device, [2, 1]), more, Counts.on(tokens.device, [1, 2])
+    ... )
+    >>> both.tolist(), lengths.host
+    ([[1, 2, 4], [3, 5, 6]], [3, 3])
+    """
+    both = torch.cat([tokens, more], 1)
+    real = torch.cat(
+        [
+            torch.arange(part.shape[1], device=part.device) < counts.device[:, None]
+            for part, counts in ((tokens, lengths), (more, gained))
+        ],
+        1,
+    )
+    total = lengths + gained
+    return without_padding(both, real)[:, : max(total.host)], total
 
 
 def prefix_or_drawn(prefix: Tensor | None, drawn: Tensor, i: int) -> Tensor:
