@@ -162,8 +162,8 @@ class _BlockDecoder(T5PreTrainedModel):
 
     def __init__(self, config: SpecDrafterConfig) -> None:
         super().__init__(config)
-        # T5's own stack initialises its layers as T5 does. In a class that is not transformers' own,
-        # it would take attention layers for initialised, and leave weights of order 1.
+        # T5's own stack initialises its layers as T5 does. In a class that is not its own,
+        # transformers takes attention layers for initialised, and leaves weights of order 1.
         stack = T5Stack(config)
         self.block = stack.block
         self.final_layer_norm, self.dropout = stack.final_layer_norm, stack.dropout
