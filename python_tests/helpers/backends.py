@@ -16,6 +16,7 @@ from gpu_checks import placed
 
 import specdec_ext
 from specdec_ext import reference
+from specdec_ext.contract import BeamVerifyResult
 from specdec_ext.testing import TreeCase, VerifyCase, VerifyOutcome
 
 
@@ -61,6 +62,9 @@ class Backend:
 
     def verify_tree(self, *args: Any, **kwargs: Any) -> specdec_ext.VerifyTreeResult:
         return specdec_ext.VerifyTreeResult(*self._call("verify_tree", *args, **kwargs))
+
+    def beam_verify(self, *args: Any, **kwargs: Any) -> BeamVerifyResult:
+        return BeamVerifyResult(*self._call("beam_verify", *args, **kwargs))
 
     def row_law(self, *args: Any, **kwargs: Any) -> Any:
         return specdec_ext.RowLaw(*self._call("row_law", *args, **kwargs))
