@@ -4,7 +4,8 @@
 `verify_tree` does so where the draft is a tree; `row_law`, `sample`, `acceptance` and `uniforms`
 are what a decoding loop needs beside them, and `generate` is such a loop; `tree_mask`,
 `tree_attention` and `compact_kv` are what a target model needs for draft trees
-(`merge_attention` joins attention over two sets of keys). `hf` works inside Hugging Face
+(`merge_attention` joins attention over two sets of keys); `beam_verify` decides levels of a beam
+search. `hf` works inside Hugging Face
 transformers.
 ``torch.ops.specdec`` holds the operators themselves.
 """
@@ -30,14 +31,15 @@ if _elsewhere is not None:
     )
     __path__ = [str(_elsewhere)]  # where every module of the package is looked for
 
-from .backend import load_libraries  # noqa: E402
+from .backend import has_kernels, load_libraries  # noqa: E402
 
 load_libraries()
 
 from . import _fake, attention, triton  # noqa: E402
 
 attention.register()
-triton.register(_fake.FAKES, _fake.count_mutation)
+_of_triton = {name: fake for name, fake in _fake.FAKES.items() if has_kernels(name, "triton")}
+triton.register(_of_triton, _fake.count_mutation)
 
 from .attention import merge_attention  # noqa: E402
 from .ops import (  # noqa: E402
@@ -46,6 +48,7 @@ from .ops import (  # noqa: E402
     STATUS_NO_DRAFT_LAW,
     STATUS_NO_TARGET_LAW,
     STATUS_PARAMETER_OUT_OF_RANGE,
+    BeamVerifyResult,
     RowLaw,
     SampleResult,
     TreeAttentionResult,
@@ -53,6 +56,7 @@ from .ops import (  # noqa: E402
     VerifyResult,
     VerifyTreeResult,
     acceptance,
+    beam_verify,
     compact_kv,
     row_law,
     sample,
@@ -71,6 +75,7 @@ if TYPE_CHECKING:
     from .decoding.stats import Statistics
 
 __all__ = [
+    "BeamVerifyResult",
     "Burst",
     "Generated",
     "GenerationError",
@@ -87,6 +92,7 @@ __all__ = [
     "VerifyResult",
     "VerifyTreeResult",
     "acceptance",
+    "beam_verify",
     "compact_kv",
     "dense_tree_mask",
     "generate",

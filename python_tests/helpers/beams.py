@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from backends import CPU, REFERENCE
 
 from specdec_ext.contract import BeamVerifyResult
+
+#: Those that have `beam_verify`.
+BACKENDS = (REFERENCE, CPU)
 
 Tokens = tuple[int, ...]
 Law = Callable[[Tokens], torch.Tensor]

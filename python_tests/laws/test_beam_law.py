@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from beams import BACKENDS as BEAM_BACKENDS
 from beams import (
     Settings,
     log_softmax,
@@ -19,6 +20,11 @@ from conftest import REFERENCE
 from specdec_ext.reference import beams as reference_beams
 
 WIDTHS = (1, 2, 4, 5, 8)
+
+
+@pytest.fixture(params=BEAM_BACKENDS, ids=lambda backend: backend.name)
+def backend(request):
+    return request.param
 
 
 def searches(seed, ties=True):
