@@ -13,7 +13,7 @@ before; its merge of levels is not even counted. Both hold ``[rows, V]`` floats.
 
 Before anything is timed, the operator's tokens, parents and scores are compared with those of the
 reference and of ``eager`` with a stable sort in the place of `torch.topk`, which promises no order
-of equal values (scores up to float32 roundings). Contestants take turns over several
+of equal values (scores up to what float32 sums over the vocabulary lose). Contestants take turns over several
 sets of inputs; medians in milliseconds, and their ratios to ``beam_verify``.
 """
 
@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common  # noqa: E402
 
 LOGIT_SCALE = 3.0  # of randn: about the spread of a language model's logits
+TOLERANCE = 1e-4  # of scores: torch's log_softmax of 128,256 floats is off by 4e-6, level for level
 CONTESTANTS = ("beam_verify", "eager", "eager, all")
 
 
@@ -132,11 +133,11 @@ def check(call: Call) -> None:
     plain = eager(call, stable_topk)
     for name in ("tokens", "parents", "nodes", "num_levels", "status"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=TOLERANCE)
     assert bool((found.num_levels == call.gamma + 1).all())
     for name in ("tokens", "parents"):
         assert torch.equal(getattr(found, name), torch.stack(getattr(plain, name), 1)), name
-    torch.testing.assert_close(found.scores, torch.stack(plain.scores, 1), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(found.scores, torch.stack(plain.scores, 1), rtol=0, atol=TOLERANCE)
 
 
 def run(setting: Setting, vocab: int, sets: int, budget: float) -> dict[str, Any]:

@@ -31,15 +31,14 @@ if _elsewhere is not None:
     )
     __path__ = [str(_elsewhere)]  # where every module of the package is looked for
 
-from .backend import has_kernels, load_libraries  # noqa: E402
+from .backend import load_libraries  # noqa: E402
 
 load_libraries()
 
 from . import _fake, attention, triton  # noqa: E402
 
 attention.register()
-_of_triton = {name: fake for name, fake in _fake.FAKES.items() if has_kernels(name, "triton")}
-triton.register(_of_triton, _fake.count_mutation)
+triton.register(_fake.FAKES, _fake.count_mutation)
 
 from .attention import merge_attention  # noqa: E402
 from .ops import (  # noqa: E402

@@ -115,7 +115,7 @@ _BACKENDS = {
 
 
 #: Backends without kernels for an operator.
-_WITHOUT = {"beam_verify": ("cuda", "triton"), "tree_attention": ("cuda",)}
+_WITHOUT = {"beam_verify": ("cuda",), "tree_attention": ("cuda",)}
 
 
 def has_kernels(op: str, backend: str) -> bool:
@@ -127,16 +127,6 @@ def has_kernels(op: str, backend: str) -> bool:
 def absences() -> dict[str, str | None]:
     """Map every backend to the reason why it is absent here, None if it is present."""
     return {name: backend.absence() for name, backend in _BACKENDS.items()}
-
-
-def _check_device(op: str, device: torch.device) -> None:
-    """Raise where torch's dispatcher would find no kernels, in words that say so."""
-    having = [name for name in _BACKENDS if has_kernels(op, name) and name != "reference"]
-    if device.type != "meta" and not any(_BACKENDS[name].serves(device) for name in having):
-        raise ValueError(
-            f"{op}: there are no kernels for {device} tensors, only of {', '.join(having)}; "
-            "backend 'reference' takes tensors of any device"
-        )
 
 
 def resolve(op: str, backend: str, device: torch.device) -> Any:
@@ -160,10 +150,9 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     ------
     ValueError
         An explicit choice that is unknown, absent, without the operator, or does not serve this
-        device; "auto" where no backend has kernels of the operator for this device.
+        device.
     """
     if backend == "auto":
-        _check_device(op, device)
         return ops
     if backend not in _BACKENDS:
         names = ", ".join(_BACKENDS)

@@ -1150,8 +1150,8 @@ def beam_verify(
         target_logits holds log-probabilities, which are added as they are: those of a softmax that
         processors have changed since, as transformers does. With values above 0 only "subset" is
         exact.
-    backend : {"auto", "cpu", "reference"}
-        "auto" follows the tensors' device. An explicit choice never falls back.
+    backend : {"auto", "cpu", "triton", "reference"}
+        "auto" follows the tensors' device: Triton on GPUs. An explicit choice never falls back.
 
     Returns
     -------
@@ -1173,8 +1173,7 @@ def beam_verify(
     TypeError
         An argument that is neither a tensor nor what it should be.
     ValueError
-        A wrong dtype, shape or stride; W, N or gamma out of range; an unknown rule; tensors of a
-        device that has no kernels.
+        A wrong dtype, shape or stride; W, N or gamma out of range; an unknown rule.
 
     See Also
     --------

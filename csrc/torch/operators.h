@@ -15,7 +15,7 @@
   OPERATOR(tree_mask, TreeMask)     \
   OPERATOR(compact_kv, CompactKv)
 
-// The same for every operator with C++ kernels for CPUs.
+// The same for every operator with C++ kernels for CPUs; what is more here GPUs run in Triton.
 #define SPECDEC_CPU_KERNELS(OPERATOR) \
   SPECDEC_KERNELS(OPERATOR)           \
   OPERATOR(beam_verify, BeamVerify)

@@ -61,9 +61,9 @@ def expected(seed):
 
 
 @pytest.mark.parametrize("rule", ["bound", "subset"])
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(12))
 def test_like_plain_search_to_the_bit(backend, part, rule):
-    for seed in range(part * 30, part * 30 + 30):
+    for seed in range(part * 10, part * 10 + 10):
         found = search(backend.beam_verify, seed, rule=rule, log_probs=True)
         assert found.ended.kept == expected(seed).kept, seed
 
