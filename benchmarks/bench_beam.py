@@ -13,8 +13,8 @@ before; its merge of levels is not even counted. Both hold ``[rows, V]`` floats.
 
 Before anything is timed, the operator's tokens, parents and scores are compared with those of the
 reference and of ``eager`` with a stable sort in the place of `torch.topk`, which promises no order
-of equal values (scores up to what float32 sums over the vocabulary lose). Contestants take turns over several
-sets of inputs; medians in milliseconds, and their ratios to ``beam_verify``.
+of equal values; scores up to what a float32 sum over the vocabulary loses. Contestants take turns
+over several sets of inputs; medians in milliseconds, and their ratios to ``beam_verify``.
 """
 
 from __future__ import annotations
