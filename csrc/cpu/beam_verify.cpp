@@ -29,7 +29,6 @@ struct TileSummary {
 
 // A known beam whose offers are wanted.
 struct Task {
-  int64_t request;
   int64_t place;
   float score;
   bool has_law;
@@ -99,7 +98,7 @@ void combine_tiles(Task* task, const TileSummary* tiles, int64_t n, bool log_pro
 // ---- offers
 // ---------------------------------------------------------------------------------------
 
-// The `rank` highest of some maxima: so many entries at least are not below the last of them.
+// The lowest of the `rank` highest maxima of groups: so many entries at least are not below it.
 float highest_floor(const float* group_max, int64_t groups, int64_t rank) {
   if (rank > kMaxRank || rank > groups) return -INFINITY;
   float best[kMaxRank];
@@ -156,7 +155,7 @@ bool begin_level(const BeamVerifyParams& p, int64_t b, int64_t num_tasks, Scratc
     const Beam& beam = search.beams[i];
     if (!is_live(beam) || is_missing(beam)) continue;
     Task& task = scratch->tasks[num_tasks + search.num_tasks++];
-    task = Task{b, i, beam.score, false, row_at(p.target, b, beam.node), {}, 0};
+    task = Task{i, beam.score, false, row_at(p.target, b, beam.node), {}, 0};
   }
   return true;
 }
@@ -179,11 +178,11 @@ void scan_rows(const BeamVerifyParams& p, const ThreadPool& pool, int64_t n, Scr
 void write_level(const BeamVerifyParams& p, int64_t b, int64_t level, const OfferList& live,
                  const OfferList& ends, Beam* beams) {
   const int64_t at = (b * p.levels + level) * p.width;
+  const bool in_tree = (p.status[b] & kInvalidTree) == 0;
   Beam after[kMaxBeams];
   for (int64_t i = 0; i < p.width; ++i) after[i] = Beam{-INFINITY, kMissing};
   for (int64_t i = 0; i < live.count; ++i) {
     const Offer& offer = live.offers[i];
-    const bool in_tree = (p.status[b] & kInvalidTree) == 0;
     const int64_t from = beams[offer.place].node;
     after[i] = {offer.score, in_tree ? child_of(p, b, from, offer.token) : kMissing};
     p.out_tokens[at + i] = offer.token;
@@ -191,7 +190,8 @@ void write_level(const BeamVerifyParams& p, int64_t b, int64_t level, const Offe
     p.out_nodes[at + i] = after[i].node;
     p.out_scores[at + i] = offer.score;
   }
-  for (int64_t i = 0; i < count_finished(live, ends, p.width); ++i) {
+  const int64_t finished = count_finished(live, ends, p.width);
+  for (int64_t i = 0; i < finished; ++i) {
     p.finished_tokens[at + i] = ends.offers[i].token;
     p.finished_parents[at + i] = ends.offers[i].place;
     p.finished_scores[at + i] = ends.offers[i].score;
