@@ -82,6 +82,7 @@ def test_a_bound_that_is_ignored_is_found(monkeypatch):
     assert len(wrong_searches(REFERENCE.beam_verify)) > 5
 
 
+@pytest.mark.thorough
 def test_a_bound_of_the_best_offer_is_found(monkeypatch):
     def is_decided(level, missing, width):
         return not missing or level.live[0].score > max(missing)
