@@ -21,6 +21,7 @@ import specdec_ext
 from specdec_ext import backend
 from specdec_ext._fake import FAKES
 from specdec_ext._host import build_info
+from specdec_ext.backend import has_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "specdec_ext"
@@ -147,6 +148,7 @@ def test_backend_is_resolved():
     [
         # torch.ops would find Triton's kernels in the place of CUDA's.
         ("tree_attention", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
+        ("beam_verify", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
     ],
 )
 def test_operators_that_a_backend_lacks(op, name, device, message):
@@ -290,7 +292,7 @@ def test_wheel_is_complete_and_runs(tmp_path):
 
 # ---- CUDA ----------------------------------------------------------------------------------------
 
-OPERATORS = [name for name in FAKES if name != "tree_attention"]  # which has no C++ kernels
+OPERATORS = [name for name in FAKES if has_kernels(name, "cuda")]
 
 
 @pytest.fixture(scope="module")
