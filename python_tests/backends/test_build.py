@@ -387,10 +387,14 @@ def test_values_of_the_switch():
     assert status != 0 and "SPECDEC_CUDA must be 0 or 1, got 'yes'" in output
 
 
-# A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh, tree.cuh).
 ONLY_ON_THE_HOST = {
+    # A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh, tree.cuh).
     *("open_request", "radix_descend", "tile_groups", "tree_size"),
     *("open_tree", "link_children", "has_valid_kinds", "find_reachable"),
+    # beam_verify has no CUDA C++ kernel yet.
+    *("is_live", "is_missing", "goes_before", "offer_score", "tied_from", "count_finished"),
+    *("best_missing", "is_decided", "may_decide", "beam_tree_status", "child_of", "is_eos"),
+    "is_first_eos",
 }
 
 
