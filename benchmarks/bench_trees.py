@@ -107,14 +107,14 @@ class Context:
 
     def draft(self, tree: Tree, *, coupled: bool) -> TreeDraft:
         """Draft a tree on every context."""
-        drafter = TreeDrafter(self.pair.draft, tree)
+        drafter = TreeDrafter(self.pair.draft)
         drafter.start(
             Requests(
                 self.ids, None, self.ends, self.ids.shape[1] + 128, self.seeds, self.sampling,
-                greedy=self.temperature == 0, needs_law=True, coupled=coupled,
+                greedy=self.temperature == 0, needs_law=True, coupled=coupled, tree=tree,
             )
         )  # fmt: skip
-        return drafter.propose(self.positions)
+        return drafter.propose_tree(self.positions)
 
     def score(self, draft: TreeDraft) -> Tensor:
         """Run the target on every node, ``[B, N, V]``; its cache stays as it was."""

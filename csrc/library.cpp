@@ -87,6 +87,13 @@ constexpr char compact_kv[] =
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor path, Tensor num_accepted, "
     "Tensor seq_lens) -> Tensor status";
 
+// Levels of beam search by the target, as far as the rows of a draft's beams decide them.
+constexpr char beam_verify[] =
+    "(Tensor target_logits, Tensor scores, Tensor tokens, Tensor parents, int gamma, *, "
+    "Tensor? eos_token_ids=None, str rule=\"bound\", bool log_probs=False) -> (Tensor tokens, "
+    "Tensor parents, Tensor nodes, Tensor scores, Tensor finished_tokens, "
+    "Tensor finished_parents, Tensor finished_scores, Tensor num_levels, Tensor status)";
+
 // Attention of a tree's nodes to a cached prefix and to their ancestors, and its log-sum-exp.
 constexpr char tree_attention[] =
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ancestors, Tensor seq_lens, *, "

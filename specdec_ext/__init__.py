@@ -4,7 +4,8 @@
 `verify_tree` does so where the draft is a tree; `row_law`, `sample`, `acceptance` and `uniforms`
 are what a decoding loop needs beside them, and `generate` is such a loop; `tree_mask`,
 `tree_attention` and `compact_kv` are what a target model needs for draft trees
-(`merge_attention` joins attention over two sets of keys). `hf` works inside Hugging Face
+(`merge_attention` joins attention over two sets of keys); `beam_verify` decides levels of a beam
+search. `hf` works inside Hugging Face
 transformers.
 ``torch.ops.specdec`` holds the operators themselves.
 """
@@ -46,6 +47,7 @@ from .ops import (  # noqa: E402
     STATUS_NO_DRAFT_LAW,
     STATUS_NO_TARGET_LAW,
     STATUS_PARAMETER_OUT_OF_RANGE,
+    BeamVerifyResult,
     RowLaw,
     SampleResult,
     TreeAttentionResult,
@@ -53,6 +55,7 @@ from .ops import (  # noqa: E402
     VerifyResult,
     VerifyTreeResult,
     acceptance,
+    beam_verify,
     compact_kv,
     row_law,
     sample,
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     from .decoding.stats import Statistics
 
 __all__ = [
+    "BeamVerifyResult",
     "Burst",
     "Generated",
     "GenerationError",
@@ -87,6 +91,7 @@ __all__ = [
     "VerifyResult",
     "VerifyTreeResult",
     "acceptance",
+    "beam_verify",
     "compact_kv",
     "dense_tree_mask",
     "generate",

@@ -77,6 +77,15 @@ def _compact_kv(k_cache: Tensor, **_: Any) -> Tensor:
     return k_cache.new_empty((k_cache.shape[-4],), dtype=torch.int32)
 
 
+def _beam_verify(target_logits: Tensor, scores: Tensor, gamma: int, **_: Any) -> tuple[Tensor, ...]:
+    batch, width = scores.shape
+    beams, new = (batch, gamma + 1, width), target_logits.new_empty
+    ids, floats = torch.int64, torch.float32
+    dtypes = (ids, ids, ids, floats, ids, ids, floats)
+    levels_and_status = (new((batch,), dtype=torch.int32) for _ in range(2))
+    return *(new(beams, dtype=dtype) for dtype in dtypes), *levels_and_status
+
+
 def _tree_attention(q: Tensor, v_cache: Tensor, **_: Any) -> tuple[Tensor, ...]:
     heads = q.shape[:3]
     return q.new_empty((*heads, v_cache.shape[3])), q.new_empty(heads, dtype=torch.float32)
@@ -101,6 +110,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "uniforms": _uniforms,
     "tree_mask": _tree_mask,
     "compact_kv": _compact_kv,
+    "beam_verify": _beam_verify,
     "tree_attention": _tree_attention,
 }
 FAKES = {name: _by_name(name, shapes) for name, shapes in _SHAPES.items()}

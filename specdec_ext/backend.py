@@ -115,7 +115,12 @@ _BACKENDS = {
 
 
 #: Backends without kernels for an operator.
-_WITHOUT = {"tree_attention": ("cuda",)}
+_WITHOUT = {"beam_verify": ("cuda",), "tree_attention": ("cuda",)}
+
+
+def has_kernels(op: str, backend: str) -> bool:
+    """Whether a backend has kernels for an operator."""
+    return backend not in _WITHOUT.get(op, ())
 
 
 @cache
@@ -152,9 +157,8 @@ def resolve(op: str, backend: str, device: torch.device) -> Any:
     if backend not in _BACKENDS:
         names = ", ".join(_BACKENDS)
         raise ValueError(f"{op}: backend must be one of auto, {names}, got {backend!r}")
-    without = _WITHOUT.get(op, ())
-    if backend in without:
-        having = ", ".join(name for name in _BACKENDS if name not in without)
+    if not has_kernels(op, backend):
+        having = ", ".join(name for name in _BACKENDS if has_kernels(op, name))
         raise ValueError(f"{op}: backend {backend!r} has no kernels for it, only {having}")
     chosen = _BACKENDS[backend]
     reason = chosen.absence()

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 __all__ = [
+    "BEAM_RULES",
+    "BeamVerifyResult",
     "CHAIN_RULES",
     "DOMAIN_ACCEPT",
     "DOMAIN_COUPLED",
@@ -189,6 +191,8 @@ def rule_names(**traits: bool) -> tuple[str, ...]:
 CHAIN_RULES = rule_names(chains=True)
 #: Names that `specdec_ext.verify_tree` takes as its rule.
 TREE_RULES = rule_names(trees=True)
+#: Names that `specdec_ext.beam_verify` takes as its rule: how it knows that a level is decided.
+BEAM_RULES = ("bound", "subset")
 
 # -------------------------------------------------------------------------------------------------
 # Results
@@ -251,6 +255,32 @@ class VerifyTreeResult(NamedTuple):
     logprobs: Tensor
     #: [B, N] float32, by node, the threshold of its coin; 1 at the root, NaN where not computed.
     accept_probs: Tensor
+    #: [B] int32, a set of ``STATUS_`` bits; 0 where all went well.
+    status: Tensor
+
+
+class BeamVerifyResult(NamedTuple):
+    """What `beam_verify` returns: by level, the beams after it, best first.
+
+    Levels that were not decided, and places without a beam, hold -1 and scores of -inf.
+    """
+
+    #: [B, G+1, W] int64: the last token of each live beam.
+    tokens: Tensor
+    #: [B, G+1, W] int64: the place, in the level before, of the beam that it continues.
+    parents: Tensor
+    #: [B, G+1, W] int64: the node that it is; -1 also where it is not in the tree.
+    nodes: Tensor
+    #: [B, G+1, W] float32, nats: the sum of the log-probabilities of its tokens.
+    scores: Tensor
+    #: [B, G+1, W] int64: the EOS token of each hypothesis that ended, best first.
+    finished_tokens: Tensor
+    #: [B, G+1, W] int64: as `parents`.
+    finished_parents: Tensor
+    #: [B, G+1, W] float32, nats: as `scores`, without a length penalty.
+    finished_scores: Tensor
+    #: [B] int32: decided levels.
+    num_levels: Tensor
     #: [B] int32, a set of ``STATUS_`` bits; 0 where all went well.
     status: Tensor
 

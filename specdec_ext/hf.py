@@ -107,9 +107,10 @@ def generate_fn(
         ``guidance_scale`` runs the model once more for every slot: right, but no faster than
         without a draft.
     draft_model : torch.nn.Module, Drafter or None
-        As ``draft`` of `specdec_ext.generate`. What starts transformers' own assisted generation
-        gives a draft as well: ``assistant_model=`` is the draft model, ``prompt_lookup_num_tokens``
-        (with ``max_matching_ngram_size``) stands for a `LookupDrafter` that drafts so many tokens,
+        As ``draft`` of `specdec_ext.generate`, or a `SpecDrafter`, which is given the encoder's
+        input. What starts transformers' own assisted generation gives a draft as well:
+        ``assistant_model=`` is the draft model, ``prompt_lookup_num_tokens`` (with
+        ``max_matching_ngram_size``) stands for a `LookupDrafter` that drafts so many tokens,
         ``assistant_early_exit`` for the target's first layers. One of the four at most.
     gamma : int or GammaPolicy, optional
         As in `specdec_ext.generate`. None: ``prompt_lookup_num_tokens`` where that is given, else
@@ -301,6 +302,7 @@ def _encoded(
     model: Any, draft: Any, inputs: Tensor | None, input_ids: Tensor, model_kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Give both models what was encoded; a draft that is no encoder-decoder stays as it is."""
+    from .decoding.drafters.block import BlockDrafter, is_block_model
     from .decoding.encoder_decoder import encoded
 
     mask = model_kwargs.get("attention_mask")
@@ -310,8 +312,10 @@ def _encoded(
     assert inputs is not None, "transformers hands over the encoder's input"
     several = len(input_ids) // len(inputs)  # num_return_sequences
     name = draft.get_encoder().main_input_name
-    read = {name: inputs.repeat_interleave(several, 0)}
-    return target, encoded(draft, attention_mask=mask, **read)
+    read = inputs.repeat_interleave(several, 0)
+    if is_block_model(draft):
+        return target, BlockDrafter(draft, read, mask)
+    return target, encoded(draft, attention_mask=mask, **{name: read})
 
 
 def _ids(tokens: Tensor | None) -> list[int]:

@@ -254,6 +254,33 @@ struct CompactKvParams {
   int32_t* status = nullptr;  // [B]
 };
 
+// Of a request.
+constexpr int64_t kMaxBeams = 64;
+
+struct BeamVerifyParams {
+  int64_t batch = 0;
+  int64_t nodes = 0;
+  int64_t width = 0;                    // W
+  int64_t levels = 0;                   // G+1
+  int64_t num_eos = 0;                  // E
+  RowBatch target;                      // [B, N, V]
+  Array<float> scores;                  // [B, W]
+  IdArray tokens;                       // [B, N]
+  IdArray parents;                      // [B, N]
+  IdArray eos;                          // [E]
+  bool bound = true;                    // the bound rule; false: the subset rule alone
+  bool log_probs = false;               // rows are log-probabilities
+  int64_t* out_tokens = nullptr;        // [B, G+1, W]; outputs are contiguous
+  int64_t* out_parents = nullptr;       // [B, G+1, W]
+  int64_t* out_nodes = nullptr;         // [B, G+1, W]
+  float* out_scores = nullptr;          // [B, G+1, W]
+  int64_t* finished_tokens = nullptr;   // [B, G+1, W]
+  int64_t* finished_parents = nullptr;  // [B, G+1, W]
+  float* finished_scores = nullptr;     // [B, G+1, W]
+  int32_t* num_levels = nullptr;        // [B]
+  int32_t* status = nullptr;            // [B]
+};
+
 // Its arguments are only checked in C++: the kernels are Triton's, on the CPU torch's own.
 struct TreeAttentionParams {};
 

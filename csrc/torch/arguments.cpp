@@ -489,4 +489,45 @@ UniformsCall check_uniforms(const Tensor& seeds, const Tensor& positions, int64_
   return {p, std::move(uniforms)};
 }
 
+BeamVerifyCall check_beam_verify(const Tensor& target_logits, const Tensor& scores,
+                                 const Tensor& tokens, const Tensor& parents, int64_t gamma,
+                                 const OptionalTensor& eos_token_ids, const std::string& rule,
+                                 bool log_probs) {
+  const Checker check("beam_verify", target_logits);
+  check.vocabulary_rows(target_logits, "target_logits", "[B, N, V]", {-1, -1, -1});
+  const int64_t batch = target_logits.size(0), nodes = target_logits.size(1);
+  BeamVerifyParams p;
+  p.scores = check.floats(scores, "scores", "[B, W]", {batch, -1});
+  const int64_t width = scores.size(1);
+  check.in_range("W, the beams of scores,", width, 1, kMaxBeams + 1);
+  check.in_range("N, the nodes of target_logits,", nodes, width, kMaxNodes + 1);
+  check.in_range("gamma", gamma, 0, kMaxNodes);
+  check.require(rule == "bound" || rule == "subset",
+                "rule must be one of \"bound\", \"subset\", got \"" + rule + "\"");
+  p.batch = batch;
+  p.nodes = nodes;
+  p.width = width;
+  p.levels = gamma + 1;
+  p.target = dense_rows(target_logits);
+  p.tokens = check.ids(tokens, "tokens", "[B, N]", {batch, nodes});
+  p.parents = check.ids(parents, "parents", "[B, N]", {batch, nodes});
+  p.eos = check.ids(eos_token_ids, "eos_token_ids", "[E]", {-1});
+  if (eos_token_ids.has_value()) p.num_eos = eos_token_ids->size(0);
+  p.bound = rule == "bound";
+  p.log_probs = log_probs;
+  const auto output = [&](auto** data) {
+    return new_output(target_logits, {batch, p.levels, width}, data);
+  };
+  std::tuple outputs{output(&p.out_tokens),
+                     output(&p.out_parents),
+                     output(&p.out_nodes),
+                     output(&p.out_scores),
+                     output(&p.finished_tokens),
+                     output(&p.finished_parents),
+                     output(&p.finished_scores),
+                     new_output(target_logits, {batch}, &p.num_levels),
+                     new_output(target_logits, {batch}, &p.status)};
+  return {p, std::move(outputs)};
+}
+
 }  // namespace specdec

@@ -38,6 +38,9 @@ using AcceptanceCall = Call<AcceptanceParams, Tensor>;
 using UniformsCall = Call<UniformsParams, Tensor>;
 using TreeMaskCall = Call<TreeMaskParams, std::tuple<Tensor, Tensor, Tensor>>;
 using CompactKvCall = Call<CompactKvParams, Tensor>;
+using BeamVerifyCall =
+    Call<BeamVerifyParams,
+         std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>>;
 using TreeAttentionCall = Call<TreeAttentionParams, std::tuple<Tensor, Tensor>>;
 
 // ---- what several operators take ---
@@ -145,6 +148,11 @@ TreeMaskCall check_tree_mask(const Tensor& parents);
 
 CompactKvCall check_compact_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& path,
                                const Tensor& num_accepted, const Tensor& seq_lens);
+
+BeamVerifyCall check_beam_verify(const Tensor& target_logits, const Tensor& scores,
+                                 const Tensor& tokens, const Tensor& parents, int64_t gamma,
+                                 const OptionalTensor& eos_token_ids, const std::string& rule,
+                                 bool log_probs);
 
 TreeAttentionCall check_tree_attention(const Tensor& q, const Tensor& k_cache,
                                        const Tensor& v_cache, const Tensor& ancestors,

@@ -224,7 +224,12 @@ Array<T> Checker::array(const std::optional<Tensor>& t, const char* name, const 
 }
 
 Array<float> Checker::floats(const std::optional<Tensor>& t, const char* name, Shape shape) const {
-  return array<float>(t, name, "[B]", "float32", ScalarType::Float, shape);
+  return floats(t, name, "[B]", shape);
+}
+
+Array<float> Checker::floats(const std::optional<Tensor>& t, const char* name, const char* symbols,
+                             Shape shape) const {
+  return array<float>(t, name, symbols, "float32", ScalarType::Float, shape);
 }
 
 Array<double> Checker::doubles(const std::optional<Tensor>& t, const char* name,

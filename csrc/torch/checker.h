@@ -54,6 +54,8 @@ class Checker {
               Shape shape) const;
   IdArray listed_ids(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
   Array<float> floats(const std::optional<Tensor>& t, const char* name, Shape shape) const;
+  Array<float> floats(const std::optional<Tensor>& t, const char* name, const char* symbols,
+                      Shape shape) const;
   Array<double> doubles(const std::optional<Tensor>& t, const char* name, const char* symbols,
                         Shape shape) const;
   Array<int64_t> longs(const std::optional<Tensor>& t, const char* name, Shape shape) const;

@@ -2,9 +2,9 @@
 // includes nothing of torch's, because kernels see no torch.
 #pragma once
 
-// OPERATOR(name, Name) for every operator with C++ kernels: torch calls it `name`, check_name
-// (arguments.h) makes a NameCall of its arguments, and its kernels read the NameParams in there
-// (core/params.h).
+// OPERATOR(name, Name) for every operator with C++ kernels for CPUs and GPUs: torch calls it
+// `name`, check_name (arguments.h) makes a NameCall of its arguments, and its kernels read the
+// NameParams in there (core/params.h).
 #define SPECDEC_KERNELS(OPERATOR)   \
   OPERATOR(row_law, RowLaw)         \
   OPERATOR(sample, Sample)          \
@@ -15,8 +15,13 @@
   OPERATOR(tree_mask, TreeMask)     \
   OPERATOR(compact_kv, CompactKv)
 
+// The same for every operator with C++ kernels for CPUs; what is more here GPUs run in Triton.
+#define SPECDEC_CPU_KERNELS(OPERATOR) \
+  SPECDEC_KERNELS(OPERATOR)           \
+  OPERATOR(beam_verify, BeamVerify)
+
 // The same for every operator. The last has no kernels in C++: see specdec_ext/attention.py and
 // specdec_ext/triton.
 #define SPECDEC_OPERATORS(OPERATOR) \
-  SPECDEC_KERNELS(OPERATOR)         \
+  SPECDEC_CPU_KERNELS(OPERATOR)     \
   OPERATOR(tree_attention, TreeAttention)

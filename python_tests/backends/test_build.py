@@ -21,6 +21,7 @@ import specdec_ext
 from specdec_ext import backend
 from specdec_ext._fake import FAKES
 from specdec_ext._host import build_info
+from specdec_ext.backend import has_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "specdec_ext"
@@ -147,6 +148,7 @@ def test_backend_is_resolved():
     [
         # torch.ops would find Triton's kernels in the place of CUDA's.
         ("tree_attention", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
+        ("beam_verify", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
     ],
 )
 def test_operators_that_a_backend_lacks(op, name, device, message):
@@ -290,7 +292,7 @@ def test_wheel_is_complete_and_runs(tmp_path):
 
 # ---- CUDA ----------------------------------------------------------------------------------------
 
-OPERATORS = [name for name in FAKES if name != "tree_attention"]  # which has no C++ kernels
+OPERATORS = [name for name in FAKES if has_kernels(name, "cuda")]
 
 
 @pytest.fixture(scope="module")
@@ -385,10 +387,14 @@ def test_values_of_the_switch():
     assert status != 0 and "SPECDEC_CUDA must be 0 or 1, got 'yes'" in output
 
 
-# A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh, tree.cuh).
 ONLY_ON_THE_HOST = {
+    # A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh, tree.cuh).
     *("open_request", "radix_descend", "tile_groups", "tree_size"),
     *("open_tree", "link_children", "has_valid_kinds", "find_reachable"),
+    # beam_verify has no CUDA C++ kernel yet.
+    *("is_live", "is_missing", "goes_before", "offer_score", "tied_from", "count_finished"),
+    *("best_missing", "is_decided", "may_decide", "beam_tree_status", "child_of", "is_eos"),
+    "is_first_eos",
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from test_memory import FAR, FENCED
 
 from specdec_ext._fake import FAKES
+from specdec_ext.backend import has_kernels
 from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.contract import TREE_RULES, VerifyResult, VerifyTreeResult, rule_names
 from specdec_ext.testing import assert_trees_match, make_case, make_tree_case
@@ -253,7 +254,7 @@ def test_kernels_are_loaded_before_they_are_launched(threads):
 # The operators on fibres
 # --------------------------------------------------------------------------------------------------
 
-OPERATORS = [name for name in FAKES if name != "tree_attention"]  # which has no C++ kernels
+OPERATORS = [name for name in FAKES if has_kernels(name, "cuda")]
 READ_DRAFT_LAW = rule_names(reads_draft_law=True)
 MASKED = dict(allowed_mask=True)
 REDUCED = dict(draft_vocab=50, draft_token_ids=True)

@@ -22,7 +22,7 @@ from torch.library import opcheck
 
 import specdec_ext
 from specdec_ext import reference
-from specdec_ext.backend import absences
+from specdec_ext.backend import absences, has_kernels
 from specdec_ext.contract import rule_names
 from specdec_ext.ops import TREE_RULES
 from specdec_ext.testing import assert_tokens_match, filtered_law, make_case, make_tree_case
@@ -39,7 +39,6 @@ LOSSLESS = rule_names(chains=True, lossless=True, takes_coins=True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Of tree_attention; float32 products may be done in TF32 where a GPU does them so.
 TOLERANCES = {torch.float32: 2**-9, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-WITHOUT_ATTENTION = ("cuda",)
 VOCABULARIES = (50_257, 128_256, 151_936, 152_063)
 MEGABYTE = 2**20
 
@@ -154,11 +153,20 @@ def test_compact_kv(target, heads, size, dtype):
     checks.check_compact_kv(target, dtype, heads, size)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 4, 5, 64])
+@pytest.mark.parametrize("vocab", [33, 9001, 152_063])
+def test_beam_verify(target, vocab, width, dtype):
+    if not has_kernels("beam_verify", target.name):
+        pytest.skip(f"{target.name} has no beam_verify: Triton's serves its tensors")
+    checks.check_beam_verify(target, vocab, width, dtype)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("nodes", [1, 9, 64, 130])
 def test_tree_attention(target, nodes, size, dtype):
-    if target.name in WITHOUT_ATTENTION:
+    if not has_kernels("tree_attention", target.name):
         pytest.skip(f"{target.name} has no tree_attention: Triton's serves its tensors")
     checks.check_tree_attention(target, nodes, size, dtype, TOLERANCES[dtype])
 

@@ -126,6 +126,13 @@ def verify_part(rule, bounds=(0, 4100, 8300, 9001), **options):
     sharded.verify_parts(Others(), given, parts["target_logits"], draft)
 
 
+def search_beams(width, nodes, vocab, dtype, eos=0, id_dtype=torch.int64, **options):
+    rows, ids = torch.zeros(2, nodes, vocab, dtype=dtype), torch.zeros(2, nodes, dtype=id_dtype)
+    ends = torch.zeros(eos, dtype=torch.int64) if eos > 0 else None
+    scores = torch.zeros(2, width)
+    operators.beam_verify(rows, scores, ids, ids, 1, eos_token_ids=ends, **options)
+
+
 def attend(
     nodes, size, dtype, places=9000, heads=8, key_heads=2, value_size=None, cached=None, page=0,
     latent=False, **options,
@@ -156,6 +163,7 @@ if "every kernel" in extents:
     parents = torch.zeros(2, 64, dtype=torch.int64)
     operators.tree_mask(parents)
     operators.compact_kv(*[torch.zeros(2, 99, 8, 64, dtype=bf16)] * 2, parents, seeds, seeds)
+    search_beams(5, 45, 32_000, bf16, eos=2)
     attend(64, 128, bf16)
 if "shards" in extents:
     mixed = dict(draft="probs", kinds="mixed")
@@ -213,6 +221,8 @@ if "more variants" in extents:
     operators.tree_mask(parents)
     caches = [torch.zeros(3, 2, 4, 99, 80, dtype=f16).transpose(2, 3), torch.zeros(3, 2, 99, 1, 7)]
     operators.compact_kv(*caches, parents, seeds.int(), seeds.int())
+    search_beams(1, 7, 1, torch.float32, id_dtype=i32, rule="subset", log_probs=True)
+    search_beams(64, 1024, 9001, f16, eos=300)
     for nodes, size, dtype, options in (
         (1, 64, f16, {}), (70, 80, f16, dict(soft_cap=30.0, places=100)),
         (64, 256, torch.float32, {}),

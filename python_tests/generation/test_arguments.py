@@ -349,7 +349,7 @@ def test_a_draft_that_is_neither_model_nor_drafter(models, wrong):
         HierarchicalDrafter(models[0], wrong)
     with pytest.raises(TypeError, match="HierarchicalDrafter: model must be a causal language"):
         HierarchicalDrafter(wrong, models[1])
-    with pytest.raises(TypeError, match="generate: draft must be a causal model where a tree"):
+    with pytest.raises(TypeError, match="generate: draft must be a causal model, or a drafter"):
         run(models, draft=wrong, tree=TREE)
 
 

@@ -1,16 +1,18 @@
-"""Drafters without a model, stacks, bandits: the law of what is emitted, greedy output, batches."""
+"""Texts, blocks, stacks, bandits as drafters: the emitted law, greedy output, batches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from generate_models import TableModel, pair, prompts, tables
+from spec_drafters import spec_drafter
 from test_generate_law import ALPHA, p_value
 
 import specdec_ext
 from specdec_ext.decoding import (
     AggressiveDrafter,
     BanditDrafter,
+    BlockDrafter,
     Draft,
     LookupDrafter,
     NgramDrafter,
@@ -25,7 +27,7 @@ from specdec_ext.decoding.drafters.model import ModelDrafter
 REPEATING = [1, 2, 3, 1, 2]  # a lookup proposes 3, 1, 2, 3, ...
 TEXT = [0, 1, 2, 3, 1, 2, 0, 3, 3, 2, 1, 2]
 DRAWS = 8_000
-DRAWS_BY_ROW = 3_000  # of the drafters that build a row for each token
+DRAWS_BY_ROW = 3_000  # of the drafters that take longer, row by row or by a model of their own
 
 #: Each is given a model to draft with, the vocabulary, and the batch's size.
 DRAFTERS = {
@@ -52,6 +54,7 @@ DRAFTERS = {
         StackedDrafter(LookupDrafter(min_match=3), LookupDrafter(min_match=2)),
         StackedDrafter(AggressiveDrafter([[9, 9, 2]] * b), draft),
     ),
+    "block": lambda draft, v, b: BlockDrafter(spec_drafter(v, 3), torch.full((b, 2), 1)),
     "bandit, model": lambda draft, v, b: BanditDrafter(
         LookupDrafter(), draft, UniformDrafter(v), costs=[0.0, 0.2, 0.0], memory=9
     ),
@@ -79,7 +82,8 @@ def commit(drafter, tokens, accepted):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_joint_law(name, rule):
     target, draft = tables(4)
-    draws = DRAWS_BY_ROW if "gram" in name or name == "likeliest" else DRAWS
+    by_row = "gram" in name or name in ("likeliest", "block")
+    draws = DRAWS_BY_ROW if by_row else DRAWS
     drafter = DRAFTERS[name](draft, 4, draws)
     temperature = 0.7 if rule == "token" else 1.0
     options = {"rule": rule, "gamma": 2, "prompt": REPEATING, "draws": draws}
@@ -368,7 +372,7 @@ class WatchedStack(StackedDrafter):
     def select(self, rows, indices):
         super().select(rows, indices)
         if hasattr(self, "round"):
-            tokens, _, kinds = self.round
+            tokens, _, kinds, _ = self.round
             self.round = Draft(tokens[rows], None, None if kinds is None else kinds[rows])
 
     def commit(self, tokens, accepted):

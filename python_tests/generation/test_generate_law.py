@@ -112,7 +112,7 @@ class WrongDrafter(ModelDrafter):
     """Draws from another law than the one it passes on (field note A.3)."""
 
     def propose(self, gamma, positions, go_on=None):
-        tokens, logits, _ = super().propose(gamma, positions)
+        tokens, logits, *_ = super().propose(gamma, positions)
         return Draft(tokens, None if logits is None else 2 * logits)
 
 

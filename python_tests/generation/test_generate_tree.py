@@ -219,7 +219,7 @@ def test_an_end_of_text_inside_a_path():
 
 def test_models_that_cannot_draft_trees():
     ids, _ = prompts([5])
-    with pytest.raises(TypeError, match="causal model where a tree is asked for"):
+    with pytest.raises(TypeError, match="a causal model, or a drafter with propose_tree"):
         specdec_ext.generate(pair()[0], None, ids, tree=TREES["wide"])
     with pytest.raises(
         ValueError, match="MistralForCausalLM gives other answers at the nodes of a tree"

@@ -274,7 +274,7 @@ class LeavesOut(ModelDrafter):
     """Leaves out the token behind which the policy ends the draft."""
 
     def propose(self, gamma, positions, go_on=None):
-        tokens, logits, _ = super().propose(gamma, positions, go_on)
+        tokens, logits, *_ = super().propose(gamma, positions, go_on)
         if gamma == 0:
             return Draft(tokens)
         asked = [go_on(token, row) for token, row in zip(tokens.T, logits.unbind(1), strict=True)]

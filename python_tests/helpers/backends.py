@@ -16,6 +16,7 @@ from gpu_checks import placed
 
 import specdec_ext
 from specdec_ext import reference
+from specdec_ext.contract import BeamVerifyResult
 from specdec_ext.testing import TreeCase, VerifyCase, VerifyOutcome
 
 
@@ -61,6 +62,9 @@ class Backend:
 
     def verify_tree(self, *args: Any, **kwargs: Any) -> specdec_ext.VerifyTreeResult:
         return specdec_ext.VerifyTreeResult(*self._call("verify_tree", *args, **kwargs))
+
+    def beam_verify(self, *args: Any, **kwargs: Any) -> BeamVerifyResult:
+        return BeamVerifyResult(*self._call("beam_verify", *args, **kwargs))
 
     def row_law(self, *args: Any, **kwargs: Any) -> Any:
         return specdec_ext.RowLaw(*self._call("row_law", *args, **kwargs))
@@ -167,6 +171,12 @@ INTERPRETED = {
     "test_tree.test_a_deep_tree": 0,
     "test_tree.test_parity": 48,
     "test_tree.test_value_errors": 9,
+    "test_beam_verify": 1,
+    "test_beam_verify.test_like_the_reference": 11,
+    "test_beam_verify.test_a_request_does_not_depend_on_the_others": 0,
+    "test_beam_law.test_like_plain_search_to_the_bit": 24,
+    "test_beam_law.test_a_draft_that_is_the_target_decides_every_level": 1,
+    "test_beam_law.test_wide_beams_hold_every_hypothesis": 1,
     "test_tree_mask": 1,
     "test_tree_mask.test_like_the_reference": 2,
     "test_tree_attention": 1,
@@ -187,6 +197,7 @@ STAND_FOR_TRITON = frozenset(
         "test_draft_vocabulary.test_acceptance",
         "test_philox.test_operators_agree_bit_for_bit",
         "test_tree.test_parity",
+        "test_beam_verify.test_a_level_by_hand",
         "test_tree_mask.test_like_the_reference",
         "test_tree_attention.test_like_a_dense_mask",
         "test_compact_kv.test_like_the_reference",

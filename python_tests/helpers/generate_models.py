@@ -31,7 +31,7 @@ class TableModel(nn.Module):
 
     It finds its context in the cache alone, by position id, as attention does. A query that does
     not see every position before its own exactly once gets NaN: a wrong crop, hole or position id
-    does not pass.
+    does not pass. The mask may be one of a tree, ``[B, 1, n, slots]``, which is added to scores.
     """
 
     def __init__(self, table: torch.Tensor, eos_token_id: int | None = None) -> None:
@@ -39,6 +39,8 @@ class TableModel(nn.Module):
         self.table = table  # [V, V, V]
         self.config = SimpleNamespace(vocab_size=table.shape[0], eos_token_id=eos_token_id)
         self.fed: list[list[int]] = []  # batch and length of each call
+        # Nodes of a tree that are past a row's end are run at this position, beside their parents.
+        self.last_position: int | None = None
         self.eval()
 
     def forward(
@@ -61,17 +63,41 @@ class TableModel(nn.Module):
         slots = tokens.shape[1]
         if attention_mask is None:
             attention_mask = torch.ones(batch, slots, dtype=torch.long)
-        assert attention_mask.shape == (batch, slots)
-        causal = torch.arange(slots) <= torch.arange(past, slots)[:, None]
-        visible = causal & attention_mask[:, None].bool()  # [B, new, slots]
+        if attention_mask.dim() == 4:
+            assert attention_mask.shape == (batch, 1, new, slots)
+            visible = attention_mask[:, 0] == 0  # [B, new, slots]
+        else:
+            assert attention_mask.shape == (batch, slots)
+            causal = torch.arange(slots) <= torch.arange(past, slots)[:, None]
+            visible = causal & attention_mask[:, None].bool()
         here = position_ids[..., None]
         seen = torch.where(visible, positions[:, None], -1).sort(-1).values  # -1.., 0, 1, .., here
         expected = torch.arange(slots) - (slots - 1) + here
-        right = (seen == expected.clamp(min=-1)).all(-1)
+        right = (seen == expected.clamp(min=-1)).all(-1) | (position_ids == self.last_position)
         before = (visible & (positions[:, None] == here - 1)) * tokens[:, None]
         logits = self.table[before.sum(-1).clamp(max=self.table.shape[0] - 1), input_ids]
         logits = torch.where(right[..., None], logits, torch.nan)
         return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+
+
+class TableWithStates(TableModel):
+    """A table whose hidden states are its rows: the head that turns them into logits is none."""
+
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=True,
+        logits_to_keep=0,
+        output_hidden_states=False,
+    ):
+        output = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        if output_hidden_states:
+            output.hidden_states = (output.logits,)
+        output.logits = output.logits[:, -logits_to_keep:]
+        return output
 
 
 def tables(

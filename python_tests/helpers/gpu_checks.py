@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from beam_inputs import assert_like, make_inputs
 from torch import Tensor
 
 import specdec_ext
 from specdec_ext import reference
 from specdec_ext.backend import resolve
+from specdec_ext.contract import BeamVerifyResult
 from specdec_ext.testing import (
     TreeCase,
     VerifyCase,
@@ -327,6 +329,15 @@ def check_compact_kv(target: Target, dtype: torch.dtype, heads: int, size: int) 
         caches = [placed(x, target.device, always=True) for x in given]
         assert_same(target.call("compact_kv", *caches, path, *lengths), [status])
         assert_same(caches, expected)
+
+
+def check_beam_verify(target: Target, vocab: int, width: int, dtype: torch.dtype) -> None:
+    """Equal to the reference; bit for bit where nothing is summed."""
+    inputs = make_inputs(vocab, 3, width, 2, vocab, dtype)
+    for options in ({}, {"rule": "subset"}, {"log_probs": True}):
+        found = (t.cpu() for t in target.call("beam_verify", **inputs, **options))
+        expected = reference.beam_verify(**inputs, **options)
+        assert_like(BeamVerifyResult(*found), expected, exact="log_probs" in options)
 
 
 def check_tree_attention(

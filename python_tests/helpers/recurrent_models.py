@@ -202,7 +202,7 @@ class WholeText:
     """Runs each row's whole text in every call: what a `HostedModel` must be equal to."""
 
     def __init__(self, model: nn.Module, ends: torch.Tensor) -> None:
-        self.model, self.calls = model, 0
+        self.model, self.calls, self.features = model, 0, None
         self.texts: list[list[int]] = [[] for _ in ends]
 
     @property

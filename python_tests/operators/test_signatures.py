@@ -21,6 +21,7 @@ EXTRA = {
     "uniforms": ["backend"],
     "tree_mask": ["backend"],
     "compact_kv": ["backend"],
+    "beam_verify": ["backend"],
     "tree_attention": ["return_lse", "backend"],
 }
 RESULTS = {
@@ -29,6 +30,7 @@ RESULTS = {
     "verify": specdec_ext.VerifyResult,
     "verify_tree": specdec_ext.VerifyTreeResult,
     "tree_mask": specdec_ext.TreeMaskResult,
+    "beam_verify": specdec_ext.BeamVerifyResult,
     "tree_attention": specdec_ext.TreeAttentionResult,
 }
 # What returns a single tensor that is not called like the operator.
@@ -100,7 +102,7 @@ def test_operators_stand_in_one_order():
         (CSRC / "library.cpp").read_text(),
     )
     declared = re.findall(r"^  OPERATOR\((\w+), \w+\)", listed, re.MULTILINE)
-    assert len(declared) == 9 and list(OPERATORS) == declared
+    assert len(declared) == 10 and list(OPERATORS) == declared
     schemas = re.findall(r"^constexpr char (\w+)\[\]", library, re.MULTILINE)
     assert [name for name in schemas if name not in PRIVATE] == declared
     assert set(PRIVATE) <= set(schemas)
@@ -222,6 +224,9 @@ def sample_calls(**kwargs):
     keys, values = (torch.randn(batch, 9, 2, 8).to(dtype) for dtype in (row.dtype, torch.float64))
     some = torch.ones(batch, dtype=torch.int32)
     yield "compact_kv", (keys, values, parents + 2, some, some), {}
+    beam = (target, torch.zeros(batch, 1), tree[1], chain, gamma)
+    yield "beam_verify", beam, {}
+    yield "beam_verify", beam, {"eos_token_ids": seeds, "rule": "subset", "log_probs": True}
     q = torch.randn(batch, 6, 4, 8).to(row.dtype).requires_grad_(row.requires_grad)
     ancestors = reference.tree_mask(parents).ancestors
     yield "tree_attention", (q, keys, keys, ancestors, some), {}
@@ -234,7 +239,7 @@ def sample_calls(**kwargs):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("case", range(24))
+@pytest.mark.parametrize("case", range(26))
 def test_opcheck(case, requires_grad):
     name, args, kwargs = list(sample_calls(requires_grad=requires_grad))[case]
     operator = getattr(torch.ops.specdec, name).default

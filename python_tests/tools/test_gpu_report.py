@@ -60,6 +60,7 @@ def test_parity_checks_pass_on_the_cpu():
     checks.check_uniforms(TARGET)
     checks.check_tree_mask(TARGET, 70)
     checks.check_compact_kv(TARGET, torch.bfloat16, 2, 8)
+    checks.check_beam_verify(TARGET, 33, 4, torch.bfloat16)
     checks.check_tree_attention(TARGET, 9, 32, torch.bfloat16, 2**-7)
     checks.check_empty(TARGET)
     checks.check_exact_law(TARGET, "block", 0, dtype=torch.bfloat16, temperature=0.7, top_k=2)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,11 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from pair.seq2seq.block_drafter import (  # noqa: E402
+    DrafterOptions,
+    build_drafter,
+    drafting_loss,
+)
 from pair.seq2seq.data import BUCKETS, Batches, Copies, Pairs  # noqa: E402
 from pair.seq2seq.schedule import Pace, budget_of, lr_factor, seconds_of  # noqa: E402
 from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
@@ -169,6 +175,36 @@ def test_resumed_to_the_bit(tmp_path):
     assert torch.equal(again.shared.weight, whole.shared.weight)
     other, _ = train_tiny(tmp_path / "other", Pace(steps=150), options=Options(1, 64))
     assert not torch.equal(other.shared.weight, whole.shared.weight)
+
+
+@pytest.mark.thorough
+def test_a_block_drafters_training_is_resumed_to_the_bit(tmp_path):
+    """Through the same checkpoints; prefixes and glancing are functions of the step, too."""
+    target = build_model(TINY, vocabulary=12, dropout=0.0, seed=0)
+
+    def interrupt(step):
+        if step == 47:
+            raise Interruption
+
+    def run(folder, on_step=None, **changes):
+        options = DrafterOptions(batch_tokens=64, **changes)
+        model = build_drafter(
+            target, block=3, encoder_layers=1, decoder_layers=1, dropout=0.1, seed=0,
+            from_target=False,
+        )  # fmt: skip
+        train(
+            "blocks", model, reversals(40), Pace(steps=80), options, folder, CPU, on_step=on_step,
+            objective=partial(drafting_loss, options=options),
+        )  # fmt: skip
+        return model
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Interruption):
+        run(tmp_path / "parts", interrupt)
+    for name, value in run(tmp_path / "parts").state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+    with pytest.raises(ValueError, match="beams was 5, is 2"):
+        run(tmp_path / "parts", beams=2)
 
 
 def test_another_training_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from pair.seq2seq.__main__ import main  # noqa: E402
+from pair.seq2seq.block_drafter import load_drafter  # noqa: E402
 from pair.seq2seq.data import Pairs, batch_of  # noqa: E402
 from pair.seq2seq.distillation import growing_cache, rewrite  # noqa: E402
 from pair.seq2seq.evaluation import Gate, gates, held_out, table  # noqa: E402
@@ -73,6 +74,21 @@ def test_the_command(tmp_path, capsys):
         "mini-tv-written"
     ]
     assert taught.facts["mini-tv-written"]["options"]["start"] == "mini"
+    drafter = [
+        "drafter", *work, "--budget", "0.02", "--threads", "1", "--block", "4", "--sentences", "2",
+        "--written", "6", "--beams", "2",
+    ]  # fmt: skip
+    assert main([*drafter, "--encoder-layers", "2"]) == 0
+    assert "Tok. of greedy" in capsys.readouterr().out
+    assert main([*drafter, "--name", "own", "--from-target"]) == 0
+    scratch, own = (load_drafter(tmp_path / "work", name) for name in ("spec-drafter", "own"))
+    small = taught.models["small"].config
+    assert (scratch.config.block_size, scratch.config.num_layers) == (4, 2)
+    assert own.config.num_layers == small.num_layers and own.config.d_model == small.d_model
+    assert main([*drafter, "--name", "deep", "--from-target", "--encoder-layers", "3"]) == 1
+    assert "must have num_layers=3" in capsys.readouterr().err
+    again = load_family(tmp_path / "work")
+    assert list(again.distilled) == ["mini-tv-written"]  # drafters lie elsewhere
     weights = taught.distilled["mini-tv-written"].shared.weight
     assert not torch.equal(weights, taught.models["mini"].shared.weight)
 
@@ -190,6 +206,32 @@ def test_a_teacher_writes_what_it_writes_alone(family):
         )  # fmt: skip
         assert alone[0, 1:].tolist() == written
     assert all(1 not in written[:-1] for written in rewritten.targets)
+
+
+def test_a_beam_finds_likelier_texts():
+    """What a search with beams writes is, all in all, likelier to its writer than greedy text."""
+    pairs, _ = some_batch(rows=8)
+    shape = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 1}
+    teacher = build_model(shape, 40, 0.0, seed=0).eval()
+    head = teacher.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    for parameter in teacher.parameters():  # else it repeats one token, of which it is sure
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    torch.nn.init.normal_(head.weight, 0.0, 2.0)
+
+    def logprob(texts):
+        total = 0.0
+        for source, text in zip(pairs.sources, texts, strict=True):
+            labels = torch.tensor([text])
+            with torch.no_grad():
+                logits = teacher(input_ids=torch.tensor([source]), labels=labels).logits
+            law = logits[0].double().log_softmax(-1)
+            total += law[torch.arange(len(text)), labels[0]].mean().item()  # as beams are ranked
+        return total
+
+    greedy, beam = (rewrite(teacher, pairs, 8, beams).targets for beams in (1, 5))
+    assert greedy != beam and logprob(beam) > logprob(greedy)
 
 
 def records(**changes):

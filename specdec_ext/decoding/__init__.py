@@ -2,10 +2,13 @@
 
 from .chain_generation import Burst, Generated, GenerationError
 from .counts import Counts
-from .drafters import Draft, Drafter, NoDrafter, Requests
+from .drafters import Draft, Drafter, FeatureDrafter, NoDrafter, Requests, TreeProposer
 from .drafters.aggressive import AggressiveDrafter
 from .drafters.bandit import BanditDrafter
+from .drafters.block import BlockDrafter
+from .drafters.eagle import EagleDrafter
 from .drafters.early_exit import EarlyExitDrafter
+from .drafters.heads import HeadsDrafter
 from .drafters.hierarchy import HierarchicalDrafter
 from .drafters.lookup import LookupDrafter
 from .drafters.ngram import NgramDrafter
@@ -29,19 +32,23 @@ from .trees import GrownTree, StaticTree, sequoia_tree
 __all__ = [
     "AggressiveDrafter",
     "BanditDrafter",
+    "BlockDrafter",
     "Burst",
     "ConfidenceStop",
     "Counts",
     "Draft",
     "Drafter",
+    "EagleDrafter",
     "EarlyExitDrafter",
     "EntropyBound",
+    "FeatureDrafter",
     "FixedGamma",
     "GammaPolicy",
     "Generated",
     "GenerationError",
     "GradientAscent",
     "GrownTree",
+    "HeadsDrafter",
     "HeuristicGamma",
     "HierarchicalDrafter",
     "LookupDrafter",
@@ -54,6 +61,7 @@ __all__ = [
     "StackedDrafter",
     "StaticTree",
     "Statistics",
+    "TreeProposer",
     "UniformDrafter",
     "generate",
     "sequoia_tree",

@@ -44,6 +44,7 @@ def draft_overlaps(logits: Tensor, draft: Draft, filters: Mapping[str, Any]) -> 
     overlaps = ops.acceptance(
         logits[:, :gamma].reshape(batch * gamma, logits.shape[2]),
         draft.logits.reshape(batch * gamma, size),
+        draft_token_ids=draft.token_ids,
         **{name: value.repeat_interleave(gamma) for name, value in filters.items()},
     ).reshape(batch, gamma)
     if draft.kinds is None:

@@ -81,6 +81,13 @@ class CachedModel:
         the number of new tokens alone, as a compiled model wants it.
     traits : Traits
         How the rows may lie.
+    reads_features : bool
+        Whether every call is to keep its last hidden states, as `features`.
+
+    Attributes
+    ----------
+    features : Tensor or None
+        ``[B, m, D]``: see `HostedModel.features`.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class CachedModel:
         compact_above: float = 0.25,
         static: bool = False,
         traits: Traits = Traits(),  # noqa: B008  (immutable)
+        reads_features: bool = False,
     ) -> None:
         # What keeps a state of each request, beside the cache, does so for one generation.
         self.model = model.begin() if hasattr(model, "begin") else model
@@ -101,6 +109,8 @@ class CachedModel:
         self.static = static
         self.cache = _static_cache(model, room) if static else _growing_cache(room)
         self.traits = traits
+        self.features: Tensor | None = None
+        self._reads_features = reads_features
         self._vocabulary = vocabulary_size(model)
         self._accepts = accepted_arguments(model)
         self.slots = 0
@@ -204,6 +214,8 @@ class CachedModel:
         position_ids = kwargs.pop("position_ids", None)
         if position_ids is not None and self.traits.first is not None:
             kwargs["position_ids"] = position_ids + self.traits.first
+        if self._reads_features:
+            kwargs["output_hidden_states"] = True
         last = None if self._vocabulary is None else self._vocabulary - 1
         output = self.model(
             input_ids=tokens.clamp(min=0, max=last),
@@ -216,6 +228,8 @@ class CachedModel:
                 f"generate: {type(self.model).__name__} must return logits, as models with a "
                 f"language-model head do, got {type(output).__name__}"
             )
+        if self._reads_features:
+            self.features = _last_hidden_states(self.model, output, tokens)
         self.calls += 1
         self.slots += tokens.shape[1]
         logits: Tensor = output.logits[:, -1:] if last_only else output.logits
@@ -315,6 +329,26 @@ class CachedModel:
             layers: list[Any] = self.cache.layers
             for layer in layers:
                 layer.reserve(room)
+
+
+def _last_hidden_states(model: Any, output: Any, tokens: Tensor) -> Tensor:
+    """Return what a model's output head has read, ``[B, m, D]``, for ``tokens`` ``[B, m]``.
+
+    Every layer's states come in its output, at no more computation, but only the last ones are
+    kept. This is transformers' own way to ask for them, which leaves the model and its other
+    callers alone: a hook of ours on a module would be seen by every thread that runs it.
+    """
+    states = getattr(output, "decoder_hidden_states", None)  # an encoder-decoder's
+    states = getattr(output, "hidden_states", None) if states is None else states
+    last = states[-1] if states else None
+    if not isinstance(last, Tensor) or last.dim() != 3 or last.shape[:2] != tokens.shape:
+        found = "none" if last is None else f"{list(getattr(last, 'shape', ()))}"
+        raise ValueError(
+            f"generate: {type(described(model)).__name__} must return hidden states, the last "
+            f"ones [B, m, D], with output_hidden_states=True for {list(tokens.shape)} tokens, got "
+            f"{found}"
+        )
+    return last
 
 
 def _growing_cache(room: int) -> Cache:

@@ -21,7 +21,7 @@ from ..contract import (
 from . import arguments
 from .alpha import AlphaSamples
 from .counts import Counts
-from .drafters import Drafter, Requests, check_draft, last_tokens
+from .drafters import Requests, check_draft, last_tokens, reads_features
 from .options import Settings
 from .policies import GammaPolicy
 from .processors import Processors
@@ -125,12 +125,13 @@ class ChainGeneration:
     def __init__(
         self,
         target: Any,
-        drafter: Drafter,
+        drafter: Any,
         policy: GammaPolicy,
         settings: Settings,
     ) -> None:
         self.target_model = target
-        self.drafter = drafter
+        self.drafter: Any = drafter  # a `Drafter`, in a chain
+        self.reads_features = reads_features(drafter)
         self.policy = policy
         self.settings = settings
         rule = RULES[settings.rule]
@@ -174,6 +175,7 @@ class ChainGeneration:
             uneven=mask is not None or self.policy.limit > 0,
             trees=self.trees,
             verifies=self.policy.limit > 0,
+            features=self.reads_features,
         )
         self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
         self.drafter.start(
@@ -189,6 +191,8 @@ class ChainGeneration:
                 coupled=self.rule.races,
                 static_cache=settings.static_cache,
                 process=self._process_draft if self.processors is not None else None,
+                tree=settings.tree,
+                features=self.target.features,
             )
         )
         self.policy.start(len(self.limits))
@@ -241,6 +245,7 @@ class ChainGeneration:
             draft.tokens,
             rows,
             draft_kinds=draft.kinds if self.rule.reads_draft_law else None,
+            draft_token_ids=None if rows is None else draft.token_ids,
             draft_lengths=None if cut is None else cut.clamp(max=gamma),
             seeds=self.seeds,
             positions=self.positions,
@@ -342,10 +347,14 @@ class ChainGeneration:
         if not going:
             self.running = []
             return
+        features = self.target.features  # [B, gamma + 1, D]
         if len(going) < len(bursts):
             kept = self._keep(going)
             tokens, accepted = tokens[kept], accepted.select(kept, going)
+            features = None if features is None else features[kept]
             self.running = [self.running[i] for i in going]
+        if features is not None:
+            self.drafter.take_features(features, tokens, accepted + 1)
         self.target.rollback(tokens.shape[1] - 1 - accepted)
         self.drafter.commit(tokens, accepted)
         self.last = last_tokens(tokens, accepted, 1)

@@ -95,9 +95,10 @@ class EncodedModel:
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
+        **options: Any,
     ) -> Any:
-        """Run the decoder; arguments are about decoder ids."""
-        return self._run(self.model, input_ids, past_key_values, attention_mask)
+        """Run the decoder; arguments are about decoder ids, ``options`` the model's own."""
+        return self._run(self.model, input_ids, past_key_values, attention_mask, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`."""
@@ -142,10 +143,12 @@ class _NumberedModel(EncodedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         use_cache: bool = True,
+        **options: Any,
     ) -> Any:
-        """Run the decoder; arguments are about decoder ids."""
-        told = {} if position_ids is None else {"decoder_position_ids": position_ids}
-        return self._run(self.model, input_ids, past_key_values, attention_mask, **told)
+        """Run the decoder; arguments are about decoder ids, ``options`` the model's own."""
+        if position_ids is not None:
+            options["decoder_position_ids"] = position_ids
+        return self._run(self.model, input_ids, past_key_values, attention_mask, **options)
 
 
 class _PositionedModel(EncodedModel):
@@ -172,17 +175,18 @@ class _PositionedModel(EncodedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         use_cache: bool = True,
+        **options: Any,
     ) -> Any:
-        """Run the decoder; arguments are about decoder ids."""
+        """Run the decoder; arguments are about decoder ids, ``options`` the model's own."""
         past = _slots_of(past_key_values)
         slots = past + input_ids.shape[1]
         # In one call such a decoder counts without its padding tokens, in several with them.
         if position_ids is None and self._table.pad_token is not None:
             position_ids = torch.arange(past, slots, device=input_ids.device).expand_as(input_ids)
         if position_ids is None:
-            return self._run(self.model, input_ids, past_key_values, attention_mask)
+            return self._run(self.model, input_ids, past_key_values, attention_mask, **options)
         self._told.tell(input_ids, position_ids, slots)
-        return self._run(self._view, input_ids, past_key_values, attention_mask)
+        return self._run(self._view, input_ids, past_key_values, attention_mask, **options)
 
 
 class _DistancedModel(EncodedModel):
@@ -197,12 +201,13 @@ class _DistancedModel(EncodedModel):
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
+        **options: Any,
     ) -> Any:
-        """Run the decoder; arguments are about decoder ids."""
+        """Run the decoder; arguments are about decoder ids, ``options`` the model's own."""
         if attention_mask is None:  # slots are distances
-            return self._run(self.model, input_ids, past_key_values)
+            return self._run(self.model, input_ids, past_key_values, **options)
         self._told.tell(attention_mask, _slots_of(past_key_values), input_ids.shape[1])
-        return self._run(self._told.view, input_ids, past_key_values, attention_mask)
+        return self._run(self._told.view, input_ids, past_key_values, attention_mask, **options)
 
 
 def _slots_of(cache: Cache | None) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..contract import RULES
 from . import arguments
 from .chain_generation import Burst, ChainGeneration, Generated
-from .checks import flag, is_model, shown
+from .checks import flag, shown
 from .drafters import Drafter, as_drafter, check_distinct
 from .options import Options, Settings
 from .policies import FixedGamma, GammaPolicy, as_policy
@@ -79,7 +79,8 @@ def generate(
     target : torch.nn.Module
         A Hugging Face causal language model, unmodified and in evaluation mode.
     draft : torch.nn.Module, Drafter or None
-        A smaller causal model over the same tokens, or any `Drafter`. None: plain decoding.
+        A smaller causal model over the same tokens, or any `Drafter`. None: plain decoding. A
+        `FeatureDrafter` is given the hidden states that the target's calls compute.
     input_ids : Tensor
         ``[B, P]`` int64 or int32 prompts, left-padded.
     attention_mask : Tensor, optional
@@ -104,7 +105,7 @@ def generate(
         Draws the seeds where none are given (default: torch's own generator).
     tree : StaticTree or GrownTree, optional
         Draft a tree in place of a chain; every node of it is run through the target in the same
-        call, under a 4-D attention mask. The draft must be a model then.
+        call, under a 4-D attention mask. The draft must be a model then, or a `TreeProposer`.
     rule : str, optional
         The verification rule, as in `specdec_ext.verify` (default "block") or, with a tree, in
         `specdec_ext.verify_tree` (default "traversal").
@@ -355,6 +356,7 @@ def _prepare(given: Options) -> ChainGeneration:
         prompts=ids,
         attention_mask=given.attention_mask,
         limits=arguments.new_token_limits(given.max_new_tokens, batch),
+        tree=tree,
         rule=rule,
         rule_options={**rule_options, "raw_logprobs": flags["raw_logprobs"]},
         laws=laws,
@@ -399,15 +401,11 @@ def _drafting(given: Options) -> tuple[type[ChainGeneration], Any, GammaPolicy]:
 
 
 def _tree_drafter(draft: Any, tree: StaticTree | GrownTree) -> Any:
-    """Return the drafter that drives a model to draft a tree."""
-    from .drafters.tree import TreeDrafter
+    """Return the drafter that proposes trees, or drives a model to do so."""
+    from .drafters.tree import as_tree_proposer
 
     if not isinstance(tree, (StaticTree, GrownTree)):
         raise TypeError(
             f"generate: tree must be a StaticTree, a GrownTree or None, got {shown(tree)}"
         )
-    if not is_model(draft):
-        raise TypeError(
-            f"generate: draft must be a causal model where a tree is asked for, got {shown(draft)}"
-        )
-    return TreeDrafter(draft, tree)
+    return as_tree_proposer(draft, "generate: draft")

@@ -28,6 +28,16 @@ class HostedModel(Protocol):
     def lengths(self) -> list[int]:
         """Tokens that the model remembers, of each row."""
 
+    @property
+    def features(self) -> Tensor | None:
+        """The last hidden states that the last call computed, ``[B, m, D]``, one for each token.
+
+        They are what the model's output head turned into logits (behind the final norm), of the
+        tokens of `forward` or `forward_nodes`, or, after `prefill`, of those of the prompts, in
+        their columns; what stands at padding is not to be read. None where they were not asked for
+        (see `host_model`), and after a `prefill` that had nothing to run.
+        """
+
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
         """Run all of the prompts but their last tokens, ``[B, P - 1]``, left-padded."""
 
@@ -90,6 +100,7 @@ def host_model(
     uneven: bool = True,
     trees: bool = False,
     verifies: bool = False,
+    features: bool = False,
 ) -> HostedModel:
     """Choose how a model is run for a batch.
 
@@ -109,6 +120,8 @@ def host_model(
         Whether trees will be run.
     verifies : bool
         Whether drafts will be verified: calls on several tokens must cost less than one for each.
+    features : bool
+        Whether `HostedModel.features` will be read.
 
     Raises
     ------
@@ -121,6 +134,12 @@ def host_model(
     from .row_by_row import RowByRow
 
     if keeps_state(model):
+        if features:
+            raise ValueError(
+                f"generate: {type(model).__name__} keeps more than the keys and values of slots "
+                "(a recurrent state, say): its calls repeat accepted tokens, and their hidden "
+                "states are not handed over; draft must be one that reads none"
+            )
         if static or trees:
             what = "a static cache" if static else "a tree"
             raise ValueError(
@@ -136,19 +155,25 @@ def host_model(
         probe.check_static(model, span)
     if trees:
         probe.check_trees(model, span, static=static)
+    if features:
+        probe.check_features(model)
     traits = Traits()
     if static or trees or (uneven and ends.shape[0] > 1):
         traits = probe.find_traits(model, span, static=static)
 
     def open_row(b: int, end: Tensor) -> HostedModel:
-        row = CachedModel(model, end, room=room, static=static, traits=traits)
+        row = CachedModel(
+            model, end, room=room, static=static, traits=traits, reads_features=features
+        )
         if hasattr(row.model, "begin"):  # what was encoded for all requests
             row.model.select(torch.tensor([b], device=end.device))
         return row
 
     if uneven and ends.shape[0] > 1 and not traits.padding:
         return RowByRow(open_row, ends)
-    return CachedModel(model, ends, room=room, static=static, traits=traits)
+    return CachedModel(
+        model, ends, room=room, static=static, traits=traits, reads_features=features
+    )
 
 
 def _slots(ends: Tensor, room: int) -> int:

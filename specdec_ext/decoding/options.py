@@ -12,6 +12,7 @@ from torch import Tensor
 from .processors import Processor
 from .sampling_laws import SamplingLaws
 from .stopping import Criterion, Stops
+from .trees import GrownTree, StaticTree
 
 __all__ = ["Options", "Settings"]
 
@@ -68,6 +69,8 @@ class Settings:
         ``[B, P]``, as given.
     limits : list of int
         New tokens of each request at most.
+    tree : StaticTree, GrownTree or None
+        What a round drafts; None: a chain.
     rule : str
         The verification rule asked for.
     rule_options : dict
@@ -89,6 +92,7 @@ class Settings:
     prompts: Tensor
     attention_mask: Tensor | None
     limits: list[int]
+    tree: StaticTree | GrownTree | None
     rule: str
     rule_options: dict[str, Any]
     laws: SamplingLaws

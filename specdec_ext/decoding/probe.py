@@ -30,6 +30,7 @@ from .cache import (
 __all__ = [
     "ROUNDING",
     "SAME",
+    "check_features",
     "check_model",
     "check_static",
     "check_trees",
@@ -129,6 +130,22 @@ def check_trees(model: Any, span: int, *, static: bool) -> None:
         model, ("tree", span, static), lambda: _Probe(model, static).tree_fault(span)
     )
     _raise(model, fault)
+
+
+def check_features(model: Any) -> None:
+    """Refuse a model that does not return the hidden states behind its logits.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        As in `check_model`.
+
+    Raises
+    ------
+    ValueError
+        It has none to return, or takes no ``output_hidden_states``.
+    """
+    _raise(model, _remembered(model, "features", lambda: _Probe(model).features_fault()))
 
 
 def _raise(model: Any, fault: str | None) -> None:
@@ -292,6 +309,21 @@ class _Probe:
             fault = self._fault(far, "at the nodes of a tree", expected, self._tree, span)
         return fault
 
+    def features_fault(self) -> str | None:
+        """Say why the last hidden states of a call cannot be had, None if they can."""
+        try:
+            cached = self._open(static=False, features=True)
+            cached.prefill(self.context, None)
+            cached.forward(self.tail)
+        except torch.OutOfMemoryError:  # says nothing about the model
+            raise
+        except Exception as error:  # the model's own, of any kind
+            return (
+                "does not return the hidden states that the draft reads: "
+                f"{type(error).__name__}: {error}"
+            )
+        return None
+
     # ---- answers ---------------------------------------------------------------------------------
 
     def _plain(self, *, untried: Any, insensitive: Any) -> _Answers:
@@ -388,7 +420,9 @@ class _Probe:
 
     # ---- runs, each ``[TAIL, V]`` ----------------------------------------------------------------
 
-    def _open(self, slots: int = 0, *, static: bool | None = None) -> CachedModel:
+    def _open(
+        self, slots: int = 0, *, static: bool | None = None, features: bool = False
+    ) -> CachedModel:
         """Open the model for one row."""
         ends = torch.tensor([slots + CONTEXT + 2 * TAIL], device=self.device)
         opened = CachedModel(
@@ -397,6 +431,7 @@ class _Probe:
             room=slots + CONTEXT + 2 * TAIL,
             static=self.static if static is None else static,
             traits=self.traits,
+            reads_features=features,
         )
         if hasattr(opened.model, "begin"):
             opened.model.select(torch.zeros_like(ends))

@@ -52,6 +52,8 @@ class RecurrentModel:
     ----------
     calls, lengths
         As of `HostedModel`; calls by rows that no longer share a state count one by one.
+    features : None
+        Hidden states are not handed over.
 
     Raises
     ------
@@ -77,6 +79,7 @@ class RecurrentModel:
                 "than one after another, so every draft token would cost a call; it can decode "
                 "plainly (draft=None), and be a draft"
             )
+        self.features: Tensor | None = None
         self.room = room
         self.longest_replay = longest_replay
         self._found: Continuation = found

@@ -34,6 +34,7 @@ class RowByRow:
         self._ends: list[int] = ends.tolist()
         self._unfed = [0] * len(self._rows)  # tokens behind a row's end, which it was spared
         self._calls_of_others = 0  # of rows that have left
+        self.features: Tensor | None = None  # see `HostedModel.features`
 
     @property
     def calls(self) -> int:
@@ -50,6 +51,14 @@ class RowByRow:
         for b, row in enumerate(self._rows):
             ids = input_ids[b : b + 1]
             row.prefill(ids if attention_mask is None else ids[:, attention_mask[b].bool()], None)
+        states = [row.features for row in self._rows]
+        like = next((found for found in states if found is not None), None)
+        if like is None:
+            return
+        self.features = like.new_zeros(*input_ids.shape, like.shape[2])
+        for b, found in enumerate(states):
+            if found is not None:  # left-padded, as the prompts are
+                self.features[b, input_ids.shape[1] - found.shape[1] :] = found[0]
 
     def forward(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
         """Append tokens to every row: `HostedModel.forward`.
@@ -57,12 +66,15 @@ class RowByRow:
         A row is not fed past its end, where it may have no positions; such logits are unused, and
         its last ones stand in for them.
         """
-        answers = []
+        answers, states = [], []
         for b, row in enumerate(self._rows):
             room = max(self._ends[b] - self.lengths[b], 0)
             fed = tokens[b : b + 1, :room]
             self._unfed[b] += tokens.shape[1] - fed.shape[1]
             answers.append(row.forward(fed, last_only=last_only) if room else None)
+            states.append(row.features if room else None)
+        if any(found is not None for found in states):
+            self.features = _stacked(states, tokens.shape[1])
         return _stacked(answers, 1 if last_only else tokens.shape[1])
 
     def rollback(self, drop: Counts, *, across_holes: bool = False) -> None:
@@ -90,12 +102,15 @@ class RowByRow:
         """Append nodes of a tree to every row: `HostedModel.forward_nodes`."""
         depths = depths.expand(tokens.shape)
         rows = [slice(b, b + 1) for b in range(len(self._rows))]
-        return torch.cat(
+        logits = torch.cat(
             [
                 row.forward_nodes(tokens[b], visible[b], depths[b])
                 for row, b in zip(self._rows, rows, strict=True)
             ]
         )
+        states = [row.features for row in self._rows if row.features is not None]
+        self.features = torch.cat(states) if states else None
+        return logits
 
     def keep_nodes(self, nodes: Tensor, kept: Counts) -> None:
         """End a tree: `HostedModel.keep_nodes`."""
@@ -104,7 +119,7 @@ class RowByRow:
 
 
 def _stacked(answers: list[Any], width: int) -> Tensor:
-    """Give every row's logits ``[1, n, V]`` the same width, ``[B, width, V]``; None: not run."""
+    """Give every row's answers ``[1, n, V]`` the same width, ``[B, width, V]``; None: not run."""
     like = next(answer for answer in answers if answer is not None)
     rows = [like.new_zeros(1, 1, like.shape[2]) if row is None else row for row in answers]
     return torch.cat([row[:, torch.arange(width).clamp(max=row.shape[1] - 1)] for row in rows])

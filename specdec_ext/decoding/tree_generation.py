@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,23 +9,26 @@ from .. import ops
 from .chain_generation import Burst, ChainGeneration
 from .counts import Counts
 from .drafters import last_tokens
-from .drafters.tree import TreeDrafter, tree_view
+from .drafters.tree import check_tree_draft, tree_view
 from .transfer import Transfer, TreeOutcome
 
 __all__ = ["TreeGeneration"]
 
 
 class TreeGeneration(ChainGeneration):
-    """As `ChainGeneration`, whose loop it shares; a round drafts and verifies a tree."""
+    """As `ChainGeneration`, whose loop it shares; a round drafts and verifies a tree.
+
+    Its drafter is a `TreeProposer`.
+    """
 
     trees = True
-    drafter: Any
 
     def step(self) -> list[Burst]:
         """One round: every running request gains between 1 and depth + 1 tokens."""
-        assert isinstance(self.drafter, TreeDrafter)
         self.clock.start("draft")
-        draft = self.drafter.propose(self.positions)
+        draft = self.drafter.propose_tree(self.positions)
+        check_tree_draft(draft, self.drafter, len(self.last))
+        draft = draft._replace(tokens=torch.cat([self.last, draft.tokens[:, 1:]], 1))
 
         self.clock.start("target")
         seen, depths = tree_view(draft.parents)
@@ -100,13 +101,21 @@ class TreeGeneration(ChainGeneration):
         if not going:
             self.running = []
             return
+        features = self.target.features  # [B, N, D], of all nodes
         if len(going) < len(bursts):
             kept = self._keep(going)
             tokens, path, accepted = tokens[kept], path[kept], accepted.select(kept, going)
+            features = None if features is None else features[kept]
             self.running = [self.running[i] for i in going]
         nodes = torch.cat([torch.zeros_like(path[:, :1]), path[:, :-1]], 1)
+        if features is not None:
+            gained = accepted + 1
+            longest = max(gained.host)
+            rows = torch.arange(len(nodes), device=nodes.device)[:, None]
+            on_path = features[rows, nodes[:, :longest].clamp(min=0)]
+            self.drafter.take_features(on_path, tokens[:, :longest], gained)
         self.target.keep_nodes(nodes, accepted + 1)
-        self.drafter.commit(tokens, path, accepted)
+        self.drafter.commit_path(tokens, path, accepted)
         self.last = last_tokens(tokens, accepted, 1)
         self.positions = self.positions + accepted.device + 1
 

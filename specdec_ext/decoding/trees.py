@@ -45,7 +45,9 @@ __all__ = [
     "StaticTree",
     "TreeDraft",
     "draft_grown",
+    "draft_nothing",
     "draft_static",
+    "draft_top_k",
     "draw_children",
     "sequoia_tree",
 ]
@@ -171,6 +173,15 @@ class StaticTree:
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
         return tuple(depths)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """How many siblings come before each node."""
+        ranks = [0]
+        for node in range(1, len(self.parents)):
+            is_first = self.parents[node] != self.parents[node - 1]
+            ranks.append(0 if is_first else ranks[-1] + 1)
+        return tuple(ranks)
 
     @property
     def depth(self) -> int:
@@ -495,6 +506,51 @@ def draft_static(
     rows_of = torch.arange(count, device=root.device)
     rows_of = torch.where(rows_of < inner, rows_of, -1).expand(batch, -1)
     return TreeDraft(tokens, parents_tensor, kinds, torch.cat(laws, 1), rows_of)
+
+
+def draft_nothing(root: Tensor) -> TreeDraft:
+    """Return trees that hold no token but the root's, ``[B]``."""
+    none = torch.full_like(root, -1)[:, None]
+    return TreeDraft(root[:, None], none, torch.zeros_like(none, dtype=torch.int8), None, None)
+
+
+def draft_top_k(
+    tree: StaticTree, root: Tensor, laws: Tensor, filters: Mapping[str, Any]
+) -> TreeDraft:
+    """Draft a tree in which all nodes of a level have the same likeliest tokens as children.
+
+    Parameters
+    ----------
+    tree : StaticTree
+        The shape.
+    root : Tensor
+        ``[B]`` int64, each request's last token.
+    laws : Tensor
+        ``[B, depth, V]``, the draft's rows: row d belongs to the children of nodes of depth d.
+    filters : mapping
+        As in `draw_children`, each ``[B]``.
+
+    Returns
+    -------
+    TreeDraft
+        Of deterministic children, without laws.
+    """
+    batch, vocabulary = len(root), laws.shape[2]
+    levels = [root[:, None]]
+    for depth, nodes in enumerate(tree.levels[1:]):
+        ranks = torch.tensor(tree.ranks[nodes.start : nodes.stop], device=root.device)
+        most = min(max(tree.ranks[nodes.start : nodes.stop]) + 1, vocabulary)
+        values, tokens = _filtered(laws[:, depth], filters).topk(most, -1)
+        tokens = torch.where(values > -torch.inf, tokens, -1)
+        tokens = torch.nn.functional.pad(tokens, (0, 1), value=-1)  # of ranks that V has not
+        levels.append(tokens[:, ranks.clamp(max=most)])
+    return TreeDraft(
+        torch.cat(levels, 1),
+        torch.tensor(tree.parents, device=root.device).expand(batch, -1),
+        torch.zeros(batch, len(tree.parents), dtype=torch.int8, device=root.device),
+        None,
+        None,
+    )
 
 
 def _grow_level(

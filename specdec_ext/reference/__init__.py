@@ -10,6 +10,7 @@ the draft holds ``x_{i+1}`` and the law it was drawn from. ``w_i`` is the inflow
 ``h_i`` the threshold of its coin (docs/design.md, "Acceptance").
 """
 
+from .beams import beam_verify
 from .caches import compact_kv, tree_attention, tree_mask, tree_size
 from .chains import (
     RULES,
@@ -45,6 +46,7 @@ __all__ = [
     "RULES",
     "TREE_RULES",
     "acceptance",
+    "beam_verify",
     "chain_acceptance",
     "chain_inflow",
     "compact_kv",

@@ -6,6 +6,7 @@
     python benchmarks/pair/seq2seq train translation --budget full # 40 minutes on one H100
     python benchmarks/pair/seq2seq evaluate translation            # measures, and gates
     python benchmarks/pair/seq2seq distill translation --loss tv   # a draft taught by the target
+    python benchmarks/pair/seq2seq drafter translation             # a Spec-Drafter for the target
 
 The task is a folder of build/tasks; what is made of it lies in build/seq2seq/<task>. `train` given
 again goes on where it was interrupted, and a size that is trained is not trained again. Times are
@@ -24,12 +25,13 @@ import platform
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import T5ForConditionalGeneration
+from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -38,17 +40,35 @@ import common  # noqa: E402
 
 from pair.data import save_atomically  # noqa: E402
 from pair.seq2seq import evaluation  # noqa: E402
+from pair.seq2seq.block_drafter import (  # noqa: E402
+    KIND,
+    DrafterOptions,
+    build_drafter,
+    drafting_loss,
+    tokens_per_call,
+)
 from pair.seq2seq.data import Pairs, load_prepared, prepare  # noqa: E402
 from pair.seq2seq.distillation import distilled_name, rewrite  # noqa: E402
 from pair.seq2seq.models import load_family, load_model, save_model  # noqa: E402
 from pair.seq2seq.schedule import BUDGETS, Budget, Pace, budget_of, seconds_of  # noqa: E402
 from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
-from pair.seq2seq.training import KL, LABELS, LOSSES, Batches, Options, train  # noqa: E402
+from pair.seq2seq.training import (  # noqa: E402
+    KL,
+    LABELS,
+    LOSSES,
+    Batches,
+    Options,
+    Report,
+    train,
+)
 
 BUILD = HERE.parents[2] / "build"
 
 # A trained draft is trained further with smaller steps than from scratch.
 DISTILLATION_LR = 0.3
+
+# Of a Spec-Drafter that does not begin with the target's encoder.
+ENCODER_LAYERS = 12
 
 
 def run_prepare(given: argparse.Namespace) -> int:
@@ -109,7 +129,20 @@ def train_one(
     """Train one model, save it and say how it went."""
     folder = given.work / "training" / name
     report = train(name, model, pairs, pace, options, folder, device, teacher)
-    facts = {
+    facts = facts_of(given, model, report, options, device)
+    save_model(model.cpu(), given.work, name, facts)
+    say(name, model, report)
+
+
+def facts_of(
+    given: argparse.Namespace,
+    model: PreTrainedModel,
+    report: Report,
+    options: Options,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return how a model was trained."""
+    return {
         "parameters": model.num_parameters(),
         "budget": given.budget,
         **asdict(report),
@@ -121,7 +154,10 @@ def train_one(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    save_model(model.cpu(), given.work, name, facts)
+
+
+def say(name: str, model: PreTrainedModel, report: Report) -> None:
+    """Say how a training went."""
     print(
         f"{name}: {model.num_parameters():,} parameters, {report.steps:,} steps, "
         f"{report.epochs:.2f} epochs, {report.seconds:.0f} s, loss {report.loss:.3f}",
@@ -155,10 +191,64 @@ def load_written(
     given: argparse.Namespace, teacher: T5ForConditionalGeneration, pairs: Pairs
 ) -> Pairs:
     """Return pairs with the teacher's own targets, which are kept for other drafts."""
-    path = given.work / f"written-{given.written}.pt"
+    how = "" if given.beams == 1 else f"-beam{given.beams}"
+    path = given.work / f"written-{given.written}{how}.pt"
     if not path.exists():
-        save_atomically(vars(rewrite(teacher, pairs, given.written)), path)
+        save_atomically(vars(rewrite(teacher, pairs, given.written, given.beams)), path)
     return Pairs(**torch.load(path))
+
+
+def run_drafter(given: argparse.Namespace) -> int:
+    """Train a Spec-Drafter for the largest model, and say how many tokens a call it brings."""
+    device = device_of(given)
+    family = load_family(given.work)
+    target = family.models[family.largest].to(device)
+    budget = budget_of(given.budget)
+    start = family.largest if given.from_target else ""
+    options = DrafterOptions(
+        **asdict(replace(options_of(given, budget), copying=given.copying, start=start)),
+        written=given.written,
+        beams=given.beams,
+    )
+    layers = given.encoder_layers
+    if layers is None:
+        layers = target.config.num_layers if given.from_target else ENCODER_LAYERS
+    model = build_drafter(
+        target,
+        block=given.block,
+        encoder_layers=layers,
+        decoder_layers=given.decoder_layers,
+        dropout=options.dropout,
+        seed=options.seed,
+        from_target=given.from_target,
+    )
+    pairs = family.splits["train"]
+    if given.written:
+        pairs = load_written(given, target, pairs)
+    report = train(
+        given.name,
+        model,
+        pairs,
+        Pace(seconds=60.0 * budget.minutes),
+        options,
+        given.work / "training" / given.name,
+        device,
+        objective=partial(drafting_loss, options=options),
+    )
+    say(given.name, model, report)
+    sentences = family.splits["test"].some(given.sentences)
+    tokens = {
+        rule: tokens_per_call(target, model, sentences, rule) for rule in ("greedy", "top_beta")
+    }
+    print(", ".join(f"Tok. of {rule} {found:.2f}" for rule, found in tokens.items()))
+    facts = {
+        **facts_of(given, model, report, options, device),
+        "target": family.largest,
+        "sentences": given.sentences,
+        "tokens_per_call": tokens,
+    }
+    save_model(model.cpu(), given.work, given.name, facts, KIND)
+    return 0
 
 
 def run_evaluate(given: argparse.Namespace) -> int:
@@ -199,12 +289,21 @@ def trained_line(name: str, facts: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+def add_writing(command: argparse.ArgumentParser, beams: int) -> None:
+    """Add the arguments about texts that the target writes."""
+    add = command.add_argument
+    add("--written", type=int, default=0, help="of so many sources the target's own texts (0)")
+    add("--beams", type=int, default=beams, help=f"of the search that writes them ({beams})")
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="prepare | train | distill | evaluate")
+    commands = parser.add_subparsers(
+        required=True, metavar="prepare | train | distill | drafter | evaluate"
+    )
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("task", help="a folder of build/tasks, for instance translation")
     shared.add_argument("--work", type=Path, help="folder (build/seq2seq/<task>)")
@@ -238,8 +337,23 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = command.add_argument
     add("--size", default=next(iter(SIZES)), help="whose weights it begins with (the smallest)")
     add("--loss", choices=LOSSES, default=KL, help=f"({KL})")
-    add("--written", type=int, default=0, help="of so many sources the target's own texts (0)")
+    add_writing(command, beams=1)
     add("--budget", default="5", help="minutes (5)")
+
+    command = commands.add_parser("drafter", parents=[shared, training])
+    command.set_defaults(run=run_drafter)
+    add_writing(command, beams=5)
+    add = command.add_argument
+    add("--name", default="spec-drafter", help="of the drafter (spec-drafter)")
+    add("--block", type=int, default=25, help="k, the tokens of a block (25)")
+    add("--encoder-layers", type=int,
+        help=f"({ENCODER_LAYERS}, or as many as the target has)")  # fmt: skip
+    add("--decoder-layers", type=int, default=2, help="(2)")
+    add("--from-target", action="store_true", help="begin with the target's encoder")
+    add("--copying", type=float, default=Options.copying,
+        help="the first part of the way, in which random tokens are copied")  # fmt: skip
+    add("--budget", default="30", help="minutes (30)")
+    add("--sentences", type=int, default=50, help="of the test split, for tokens a call (50)")
 
     command = commands.add_parser("evaluate", parents=[shared])
     command.set_defaults(run=run_evaluate)

@@ -2,8 +2,8 @@
 
 A draft is to agree with its target, not with the text. Three things can be changed, alone and
 together: the loss (`training.LOSSES`), the weights it begins with, and the targets of the pairs,
-which are the text's or the teacher's own greedy ones (sequence-level distillation, Kim and Rush
-2016). A draft that goes on learning from the text for the same time is the control.
+which are the text's or the teacher's own ones, greedy or of a beam (sequence-level distillation,
+Kim and Rush 2016). A draft that goes on learning from the text for the same time is the control.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ def growing_cache() -> EncoderDecoderCache:
     return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
 
-def write_targets(model: T5ForConditionalGeneration, pairs: Pairs) -> list[list[int]]:
-    """Return a model's greedy tokens for all sources, by transformers, in the pairs' order.
+def write_targets(
+    model: T5ForConditionalGeneration, pairs: Pairs, beams: int = 1
+) -> list[list[int]]:
+    """Return what a model writes for all sources, by transformers, in the pairs' order.
+
+    Greedily, or the best text that a search with several beams finds.
 
     A text ends with ``</s>`` or has as many tokens as the longest bucket.
     """
     written: list[list[int]] = [[] for _ in pairs.sources]
-    with tqdm(total=len(pairs), desc="greedy", mininterval=5.0, file=sys.stderr) as bar:
+    how = "greedy" if beams == 1 else f"beam {beams}"
+    with tqdm(total=len(pairs), desc=how, mininterval=5.0, file=sys.stderr) as bar:
         for rows in in_order(pairs, ROWS):
             batch = batch_of(pairs, rows, torch.device(model.device))
             found = model.generate(
@@ -42,6 +47,7 @@ def write_targets(model: T5ForConditionalGeneration, pairs: Pairs) -> list[list[
                 attention_mask=batch.mask,
                 max_new_tokens=BUCKETS[-1],
                 do_sample=False,
+                num_beams=beams,
                 past_key_values=growing_cache(),
             )
             for row, tokens in zip(rows, found[:, 1:].tolist(), strict=True):
@@ -51,10 +57,10 @@ def write_targets(model: T5ForConditionalGeneration, pairs: Pairs) -> list[list[
     return written
 
 
-def rewrite(model: T5ForConditionalGeneration, pairs: Pairs, number: int) -> Pairs:
+def rewrite(model: T5ForConditionalGeneration, pairs: Pairs, number: int, beams: int = 1) -> Pairs:
     """Return some pairs with the model's targets in place of the text's."""
     chosen = pairs.some(number)
-    return Pairs(chosen.sources, write_targets(model, chosen))
+    return Pairs(chosen.sources, write_targets(model, chosen, beams))
 
 
 def distilled_name(start: str, loss: str, written: bool) -> str:

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5ForConditionalGeneration,
+)
 
 from pair.seq2seq.data import Pairs, load_prepared
 from pair.seq2seq.sizes import SIZES
@@ -34,16 +38,20 @@ class Family:
         return list(self.models)[-1]
 
 
-def model_folder(work_folder: Path, name: str) -> Path:
-    """Return where a trained model lies."""
-    return work_folder / "models" / name
+def model_folder(work_folder: Path, name: str, kind: str = "models") -> Path:
+    """Return where a trained model lies, or a trained one of another kind."""
+    return work_folder / kind / name
 
 
 def save_model(
-    model: T5ForConditionalGeneration, work_folder: Path, name: str, facts: dict[str, Any]
+    model: PreTrainedModel,
+    work_folder: Path,
+    name: str,
+    facts: dict[str, Any],
+    kind: str = "models",
 ) -> None:
     """Write a trained model as a Hugging Face folder, and how it was trained as JSON."""
-    folder = model_folder(work_folder, name)
+    folder = model_folder(work_folder, name, kind)
     model.save_pretrained(folder)
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 

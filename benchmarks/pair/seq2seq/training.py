@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
-from transformers import T5ForConditionalGeneration
+from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from pair.data import save_atomically
 from pair.seq2seq.data import IGNORED, Batch, Batches, Copies, Pairs, batch_of
@@ -21,6 +22,12 @@ from pair.seq2seq.sizes import EMBEDDING_LR, PEAK_LR_TIMES_WIDTH
 # A checkpoint is left after every hundredth of the way; the weights of the last ten are averaged.
 CHECKPOINTS = 100
 AVERAGED = 10
+
+# What is trained, and its loss on a batch, at a given progress of the training.
+Objective = Callable[[Any, Batch, float], Tensor]
+
+# The embeddings of tokens, and what is added to them or stands in their place.
+EMBEDDINGS = ("shared.weight", "mask_embedding", "slot_embedding.weight")
 
 # What a training makes small: the cross-entropy to the labels; that to a teacher's law p of the
 # next token, which is KL(p || q) up to a constant; or the total variation 1 - sum min(p, q), which
@@ -67,18 +74,20 @@ class Report:
     loss: float
 
 
-def build_optimizer(model: T5ForConditionalGeneration, options: Options) -> torch.optim.AdamW:
-    """Return AdamW with three groups: matrices, the embedding, and what has one dimension."""
-    matrices, vectors = [], []
+def build_optimizer(model: PreTrainedModel, options: Options) -> torch.optim.AdamW:
+    """Return AdamW with three groups: matrices, embeddings, and what else has one dimension."""
+    matrices, embeddings, vectors = [], [], []
     for name, parameter in model.named_parameters():
-        if name != "shared.weight":
+        if name in EMBEDDINGS:
+            embeddings.append(parameter)
+        else:
             is_matrix = parameter.ndim == 2 and "relative_attention_bias" not in name
             (matrices if is_matrix else vectors).append(parameter)
     peak = options.lr_scale * PEAK_LR_TIMES_WIDTH / model.config.d_model
     groups = [
         {"params": matrices, "lr": peak, "weight_decay": options.weight_decay},
         {
-            "params": [model.shared.weight],
+            "params": embeddings,
             "lr": options.lr_scale * EMBEDDING_LR,
             "weight_decay": 0.0,
         },
@@ -196,7 +205,7 @@ class Checkpoints:
 
 def train(
     name: str,
-    model: T5ForConditionalGeneration,
+    model: PreTrainedModel,
     pairs: Pairs,
     pace: Pace,
     options: Options,
@@ -204,6 +213,7 @@ def train(
     device: torch.device,
     teacher: T5ForConditionalGeneration | None = None,
     on_step: Callable[[int], None] | None = None,
+    objective: Objective | None = None,
 ) -> Report:
     """Train a model in place, from its last checkpoint where there is one, and average its weights.
 
@@ -216,7 +226,7 @@ def train(
     ----------
     name : str
         Shown beside the progress bar.
-    model : T5ForConditionalGeneration
+    model : PreTrainedModel
         Trained in place; in evaluation mode and with averaged weights afterwards.
     pairs : Pairs
         The training data.
@@ -232,6 +242,9 @@ def train(
         A trained model on the same device, in evaluation mode.
     on_step : callable, optional
         Called with the number of every step that is done; what it raises ends the session.
+    objective : callable, optional
+        ``objective(model, batch, progress)``, the loss of another kind of model than those that
+        `batch_loss` is for. What it depends on must be in the options or the model's configuration.
 
     Returns
     -------
@@ -278,11 +291,14 @@ def train(
             # Dropout and smoothed labels only delay what has a single right answer.
             model.train(not is_copy)
             if is_copy:
-                loss = batch_loss(model, copies.batch(step, device), copying_options)
+                batch, own = copies.batch(step, device), copying_options
                 copied += 1
             else:
-                batch = batch_of(pairs, batches[step - copied], device)
-                loss = batch_loss(model, batch, options, teacher)
+                batch, own = batch_of(pairs, batches[step - copied], device), options
+            if objective is None:
+                loss = batch_loss(model, batch, own, None if is_copy else teacher)
+            else:
+                loss = objective(model, batch, before)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
             optimizer.step()

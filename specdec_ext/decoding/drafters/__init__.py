@@ -3,15 +3,20 @@
 from .interface import (
     Draft,
     Drafter,
+    FeatureDrafter,
     GoOn,
     NoDrafter,
     Process,
     Requests,
     RevisableDrafter,
+    TreeProposer,
     asked_for_some,
     check_draft,
     last_tokens,
+    lengthened,
     prefix_or_drawn,
+    reads_features,
+    without_padding,
 )
 from .model import as_drafter
 from .parts import check_distinct
@@ -19,15 +24,20 @@ from .parts import check_distinct
 __all__ = [
     "Draft",
     "Drafter",
+    "FeatureDrafter",
     "GoOn",
     "NoDrafter",
     "Process",
     "Requests",
     "RevisableDrafter",
+    "TreeProposer",
     "as_drafter",
     "prefix_or_drawn",
     "check_distinct",
     "check_draft",
     "last_tokens",
+    "lengthened",
     "asked_for_some",
+    "reads_features",
+    "without_padding",
 ]

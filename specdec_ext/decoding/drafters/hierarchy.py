@@ -26,6 +26,7 @@ from . import (
     asked_for_some,
     check_distinct,
     last_tokens,
+    reads_features,
 )
 from .model import ModelDrafter
 from .proposals import Proposals
@@ -132,6 +133,11 @@ class HierarchicalDrafter(ModelDrafter):
             raise ValueError(f"HierarchicalDrafter: rule must be {known}, got {rule!r}")
         super().__init__(model)
         drafter: Any = as_drafter(draft, "HierarchicalDrafter: draft")
+        if reads_features(drafter):
+            raise TypeError(
+                "HierarchicalDrafter: draft must be one that reads no hidden states (a level hands "
+                f"over none, and the target's are not its own), got {type(drafter).__name__}"
+            )
         self.draft: RevisableDrafter | Restarted
         revisable = hasattr(drafter, "revise") and hasattr(drafter, "observe")
         self.draft = drafter if revisable else Restarted(drafter)
@@ -282,6 +288,7 @@ class HierarchicalDrafter(ModelDrafter):
             draft.tokens,
             draft.logits,
             draft_kinds=draft.kinds if level.needs_law else None,
+            draft_token_ids=None if draft.logits is None else draft.token_ids,
             draft_lengths=limits,
             seeds=level.seeds,
             positions=positions,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,18 +15,26 @@ from ..checks import shown
 from ..counts import Counts
 from ..texts import on_the_host
 
+if TYPE_CHECKING:
+    from ..trees import GrownTree, StaticTree, TreeDraft
+
 __all__ = [
     "Draft",
     "Drafter",
+    "FeatureDrafter",
     "GoOn",
     "NoDrafter",
     "Process",
     "Requests",
     "RevisableDrafter",
+    "TreeProposer",
     "prefix_or_drawn",
     "last_tokens",
+    "lengthened",
     "asked_for_some",
     "check_draft",
+    "reads_features",
+    "without_padding",
 ]
 
 #: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
@@ -94,6 +102,13 @@ class Requests:
         Runs the caller's logits processors on rows over the target's tokens, see `Process`; None if
         there are none. A drafter need not use it: the law that it passes on is the one it drew
         from, either way.
+    tree : StaticTree, GrownTree or None
+        What a `TreeProposer` is to draft in every round; None where chains are asked for.
+    features : Tensor or None
+        ``[B, P - 1, D]``, for a `FeatureDrafter`: the target's last hidden states at all tokens of
+        the prompts but the last one. Column i is the state from which the target predicts what
+        stands in column i + 1 of ``input_ids``; what stands at padding is not to be read. None for
+        other drafters, and where all prompts have one token: then nothing was run.
     """
 
     input_ids: Tensor
@@ -108,6 +123,8 @@ class Requests:
     stream: int = 0
     static_cache: bool = False
     process: Process | None = None
+    tree: StaticTree | GrownTree | None = None
+    features: Tensor | None = None
 
     @property
     def domain(self) -> int:
@@ -118,7 +135,9 @@ class Requests:
         """Return the prompts on the host, without their padding."""
         return on_the_host(self.input_ids, self.attention_mask)
 
-    def draw(self, logits: Tensor, positions: Tensor, index: int) -> Tensor:
+    def draw(
+        self, logits: Tensor, positions: Tensor, index: int, token_ids: Tensor | None = None
+    ) -> Tensor:
         """Draw draft token ``index`` (0-based) of each request from its row, under the filters.
 
         Parameters
@@ -129,6 +148,8 @@ class Requests:
             ``[B]``, where the round's first draft token goes.
         index : int
             Which draft token of the round.
+        token_ids : Tensor, optional
+            ``[Vd]`` int64, the target's token of each entry, of a reduced vocabulary.
 
         Returns
         -------
@@ -136,9 +157,11 @@ class Requests:
             ``[B]`` int64; -1 where a row has no law.
         """
         if self.greedy:
-            return logits.argmax(-1)
+            best = logits.argmax(-1)
+            return best if token_ids is None else token_ids[best]
         return ops.sample(
             logits,
+            draft_token_ids=token_ids,
             seeds=self.seeds,
             positions=positions,
             draft_index=index,
@@ -167,6 +190,16 @@ class Requests:
         drafted = torch.stack(list(tokens), 1) if tokens else self.ends.new_empty(len(logits), 0)
         return self.process(logits[:, None], drafted)[:, 0]
 
+    def of_trees(self) -> dict[str, Any]:
+        """Give what `trees.draft_static` draws children with: ``seeds`` and ``filters``."""
+        seeds = self.seeds
+        if seeds is None:  # nothing is drawn at random, but samplers ask for noise
+            seeds = torch.zeros_like(self.ends)
+        filters = dict(self.filters)
+        if self.greedy:
+            filters = {"temperature": torch.zeros_like(self.ends, dtype=torch.float32)}
+        return {"seeds": seeds, "filters": filters}
+
     def select(self, rows: Tensor) -> Requests:
         """Keep only these requests."""
         return replace(
@@ -176,6 +209,7 @@ class Requests:
             ends=self.ends[rows],
             seeds=None if self.seeds is None else self.seeds[rows],
             filters={name: value[rows] for name, value in self.filters.items()},
+            features=None if self.features is None else self.features[rows],
         )
 
 
@@ -191,11 +225,15 @@ class Draft(NamedTuple):
     kinds : Tensor or None
         ``[B, G]`` int8, 0 for a deterministic token, whatever its row says, 1 for one that was
         drawn from it. None: drawn where there are logits.
+    token_ids : Tensor or None
+        ``[Vd]`` int64, the target's token of each entry of ``logits``, of a reduced vocabulary;
+        None: entry i is token i. Not without logits.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     kinds: Tensor | None = None
+    token_ids: Tensor | None = None
 
 
 def check_draft(draft: Any, drafter: Any, batch: int, gamma: int) -> None:
@@ -255,6 +293,82 @@ class Drafter(Protocol):
         ----------
         tokens : Tensor
             ``[B, G + 1]``: the accepted draft tokens, the final token, then anything.
+        accepted : Counts
+            How many draft tokens of each request were accepted.
+        """
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests, given on the device and on the host."""
+
+
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads hidden states of the target: of those that its calls compute anyway.
+
+    They come with the prompts, as `Requests.features`, and from then on with every round, from the
+    call that verified it. The target is never run for them.
+    """
+
+    #: Whether it does; `generate` asks the target for hidden states where this is true.
+    reads_features: bool
+
+    def take_features(self, features: Tensor, tokens: Tensor, gained: Counts) -> None:
+        """Take the target's last hidden states on the path that verification accepted.
+
+        This comes once a round, before the `commit` (or, in a `StackedDrafter`, the ``observe``)
+        that ends it.
+
+        Parameters
+        ----------
+        features : Tensor
+            ``[B, n, D]``, in the target's dtype: row i is the state from which the target predicted
+            ``tokens[:, i]``, so row 0 is that of the text's last token before the round.
+        tokens : Tensor
+            ``[B, n]``: the tokens that verification emitted, the final one included.
+        gained : Counts
+            How many rows of each request count; then comes anything.
+        """
+
+
+class TreeProposer(Protocol):
+    """A drafter that proposes trees, for ``generate(..., tree=...)``.
+
+    A round is one `propose_tree` and one `commit_path`; `select` comes between the two, when
+    requests end. A class may be a `Drafter` of chains as well.
+    """
+
+    @property
+    def calls(self) -> int:
+        """Model calls so far, prefill excluded."""
+
+    def start(self, requests: Requests) -> None:
+        """Take the prompts, and `Requests.tree`."""
+
+    def propose_tree(self, positions: Tensor) -> TreeDraft:
+        """Draft a tree for each request, of at most the depth of `Requests.tree`.
+
+        Parameters
+        ----------
+        positions : Tensor
+            ``[B]``, where the tokens of level 1 go.
+
+        Returns
+        -------
+        TreeDraft
+            What stands at the root is not read: it is the text's last token. A child that was drawn
+            is declared so, with the row of logits that it was drawn from, and drawn from randomness
+            that verification never sees: `trees.draft_static` and `trees.draft_grown` do both.
+            Whatever was chosen is a deterministic child.
+        """
+
+    def commit_path(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
+        """Take note of what verification emitted.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[B, N]``: the accepted draft tokens, the final token, then anything.
+        path : Tensor
+            ``[B, N]``: the nodes of the accepted tokens, then anything.
         accepted : Counts
             How many draft tokens of each request were accepted.
         """
@@ -324,11 +438,64 @@ def last_tokens(history: Tensor, last: Counts, width: int) -> Tensor:
     return history.gather(1, last.device.long()[:, None] + columns)
 
 
+def without_padding(tokens: Tensor, real: Tensor) -> Tensor:
+    """Return each row's ``real`` tokens, in order, then the others.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        ``[B, n]``.
+    real : Tensor
+        ``[B, n]``, zeros at padding.
+    """
+    first = real.bool().sort(dim=1, descending=True, stable=True).indices
+    return tokens.gather(1, first)
+
+
+def lengthened(
+    tokens: Tensor, lengths: Counts, more: Tensor, gained: Counts
+) -> tuple[Tensor, Counts]:
+    """Return rows of tokens with others behind them, and how many each row has then.
+
+    Parameters
+    ----------
+    tokens, more : Tensor
+        ``[B, n]`` and ``[B, m]``: so many tokens of each row, then anything.
+    lengths, gained : Counts
+        How many.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tokens, more = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[4, 0], [5, 6]])
+    >>> both, lengths = lengthened(
+    ...     tokens, Counts.on(tokens.device, [2, 1]), more, Counts.on(tokens.device, [1, 2])
+    ... )
+    >>> both.tolist(), lengths.host
+    ([[1, 2, 4], [3, 5, 6]], [3, 3])
+    """
+    both = torch.cat([tokens, more], 1)
+    real = torch.cat(
+        [
+            torch.arange(part.shape[1], device=part.device) < counts.device[:, None]
+            for part, counts in ((tokens, lengths), (more, gained))
+        ],
+        1,
+    )
+    total = lengths + gained
+    return without_padding(both, real)[:, : max(total.host)], total
+
+
 def prefix_or_drawn(prefix: Tensor | None, drawn: Tensor, i: int) -> Tensor:
     """Return token ``i`` of ``prefix`` ``[B, F]`` where there is one, else ``drawn`` ``[B]``."""
     if prefix is None or i >= prefix.shape[1]:
         return drawn
     return torch.where(prefix[:, i] >= 0, prefix[:, i], drawn)
+
+
+def reads_features(drafter: Any) -> bool:
+    """Tell whether a drafter is to be given hidden states: whether it is a `FeatureDrafter`."""
+    return bool(getattr(drafter, "reads_features", False))
 
 
 def asked_for_some(go_on: GoOn, rows: Tensor) -> GoOn:

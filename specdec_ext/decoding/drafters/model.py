@@ -18,6 +18,7 @@ from .interface import (
     NoDrafter,
     Requests,
     last_tokens,
+    lengthened,
     prefix_or_drawn,
 )
 
@@ -180,16 +181,10 @@ class ModelDrafter(ModelHost):
             return
         assert self._cached is not None
         batch, known = self._missing.shape
-        lengths = Counts.full(batch, known, self._missing.device)
-        real = [torch.ones_like(self._missing, dtype=torch.bool)]
+        text, lengths = self._missing, Counts.full(batch, known, self._missing.device)
         for tokens, gained in self._observed:
-            lengths = lengths + gained
-            columns = torch.arange(tokens.shape[1], device=tokens.device)
-            real.append(columns < gained.device[:, None])
-        text = torch.cat([self._missing, *(tokens for tokens, _ in self._observed)], 1)
-        real_first = torch.cat(real, 1).sort(dim=1, descending=True, stable=True).indices
+            text, lengths = lengthened(text, lengths, tokens, gained)
         longest = max(lengths.host)
-        text = text.gather(1, real_first)[:, :longest]
         self._missing, self._observed = text, []
         if min(lengths.host) == longest:
             return

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..counts import Counts
-from . import Draft, GoOn, Requests
+from . import Draft, GoOn, Requests, reads_features
 
 __all__ = ["Restarted"]
 
@@ -33,6 +33,18 @@ class Restarted:
         """Model calls so far, prefill excluded."""
         calls: int = self._calls + self.draft.calls
         return calls
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether it reads the target's hidden states; then it is never started again.
+
+        (It stands in no hierarchy: `HierarchicalDrafter` refuses it.)
+        """
+        return reads_features(self.draft)
+
+    def take_features(self, features: Tensor, tokens: Tensor, gained: Counts) -> None:
+        """Pass hidden states on."""
+        self.draft.take_features(features, tokens, gained)
 
     def start(self, requests: Requests) -> None:
         """Take the prompts."""

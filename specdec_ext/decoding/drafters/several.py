@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..counts import Counts
-from . import Draft, Drafter, Requests, as_drafter, check_distinct
+from . import Draft, Drafter, Requests, as_drafter, check_distinct, reads_features
 from .restarted import Restarted
 
 __all__ = ["SeveralDrafters", "Share", "StackableDrafter"]
@@ -53,6 +53,15 @@ class Share(NamedTuple):
         used = torch.where(rows, proposed, 0)
         return cls(draft, Counts(used.tolist(), used))
 
+    def over_the_target(self) -> Share:
+        """Give the rows of a reduced vocabulary the places of its tokens: one draft has one."""
+        logits, token_ids = self.draft.logits, self.draft.token_ids
+        if logits is None or token_ids is None:
+            return self
+        whole = logits.new_full((*logits.shape[:2], int(token_ids.max()) + 1), -torch.inf)
+        whole = whole.index_copy(2, token_ids, logits)
+        return self._replace(draft=self.draft._replace(logits=whole, token_ids=None))
+
     def select(self, rows: Tensor, indices: Sequence[int]) -> Share:
         """Keep only these requests."""
         return Share(Draft(self.draft.tokens[rows]), self.used.select(rows, indices))
@@ -95,6 +104,17 @@ class SeveralDrafters:
         """Model calls so far, of all drafters, prefill excluded."""
         return sum(drafter.calls for drafter in self.drafters)
 
+    @property
+    def reads_features(self) -> bool:
+        """Whether one of them reads the target's hidden states."""
+        return any(map(reads_features, self.drafters))
+
+    def take_features(self, features: Tensor, tokens: Tensor, gained: Counts) -> None:
+        """Pass hidden states on, whichever drafter's tokens they belong to: `FeatureDrafter`."""
+        for drafter in self.drafters:
+            if reads_features(drafter):
+                drafter.take_features(features, tokens, gained)
+
     def start(self, requests: Requests) -> None:
         """Take the prompts."""
         self._shares = {}
@@ -104,7 +124,7 @@ class SeveralDrafters:
     def _merged(self, positions: Tensor) -> Draft:
         """Return one draft: at each place the token of the first drafter that has one there."""
         batch = positions.shape[0]
-        shares = self._shares.values()
+        shares = [share.over_the_target() for share in self._shares.values()]
         width = max((share.draft.tokens.shape[1] for share in shares), default=0)
         sizes = [share.draft.logits.shape[2] for share in shares if share.draft.logits is not None]
         tokens = positions.new_full((batch, width), -1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import ops
 from ...tree_masks import dense_tree_mask
+from ..checks import is_model, shown
 from ..counts import Counts
 from ..trees import (
     GrownTree,
@@ -18,16 +19,51 @@ from ..trees import (
     draft_grown,
     draft_static,
 )
-from . import Requests, last_tokens
+from . import Requests, TreeProposer, last_tokens
 from .hosted import ModelHost
 
-__all__ = ["TreeDrafter", "tree_view"]
+__all__ = ["Branches", "TreeDrafter", "as_tree_proposer", "check_tree_draft", "tree_view"]
 
 
 def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Give which nodes each node sees, ``[B, N, N]`` bool, and their depths, ``[B, N]``."""
     tree = ops.tree_mask(parents)
     return dense_tree_mask(tree.ancestors, 0, 0, dtype=torch.bool)[:, 0], tree.depths
+
+
+class Branches:
+    """Nodes of growing trees, in the order in which they are run: what each sees, and its depth.
+
+    Parameters
+    ----------
+    root : Tensor
+        ``[B]``, anything; the root is node 0.
+
+    Attributes
+    ----------
+    seen : Tensor
+        ``[B, t, t]`` bool, which nodes each of the t nodes sees: its ancestors and itself.
+    depths : Tensor
+        ``[B, t]`` int64.
+    """
+
+    def __init__(self, root: Tensor) -> None:
+        self.seen = torch.ones_like(root, dtype=torch.bool)[:, None, None]
+        self.depths = torch.zeros_like(root, dtype=torch.int64)[:, None]
+
+    def add(self, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Add nodes whose ``parents`` ``[B, m]`` were run before.
+
+        Returns which nodes each sees, ``[B, m, t]`` bool, these included, and depths, ``[B, m]``.
+        """
+        batch, new = parents.shape
+        own = torch.eye(new, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+        wide = parents[:, :, None].expand(-1, -1, self.seen.shape[2])
+        added = torch.cat([self.seen.gather(1, wide), own], 2)
+        self.seen = torch.cat([torch.nn.functional.pad(self.seen, (0, new)), added], 1)
+        depths = self.depths.gather(1, parents) + 1
+        self.depths = torch.cat([self.depths, depths], 1)
+        return added, depths
 
 
 class TreeDrafter(ModelHost):
@@ -41,28 +77,27 @@ class TreeDrafter(ModelHost):
     ----------
     model : torch.nn.Module
         A causal language model called as Hugging Face models are, over the target's tokens.
-    tree : StaticTree or GrownTree
-        What to draft.
     """
 
-    def __init__(self, model: Any, tree: StaticTree | GrownTree) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.tree = tree
         self._runs: Tensor  # [B, N]: which of the tokens run in this round a node is, -1: none
 
     def start(self, requests: Requests) -> None:
         """Run the prompts but their last tokens."""
         self._begin(requests, trees=True)
 
-    def propose(self, positions: Tensor) -> TreeDraft:
+    def propose_tree(self, positions: Tensor) -> TreeDraft:
         """Draft a tree for each request; ``positions`` ``[B]`` is where level 1 goes."""
         assert self._cached is not None, "start() comes first"
         root = self._missing[:, -1]
         self._cached.begin_tree()
-        if isinstance(self.tree, StaticTree):
-            draft = self._propose_static(self.tree, root, positions)
+        tree = self._requests.tree
+        assert tree is not None, "generate says which, where one is asked for"
+        if isinstance(tree, StaticTree):
+            draft = self._propose_static(tree, root, positions)
         else:
-            draft = self._propose_grown(self.tree, root)
+            draft = self._propose_grown(tree, root)
         self._runs = torch.where(self._runs >= 0, self._runs + self._lead, -1)
         return draft
 
@@ -98,39 +133,22 @@ class TreeDrafter(ModelHost):
         inner = tree.levels[-1].start
         nodes = torch.arange(len(tree.parents), device=device)
         self._runs = torch.where(nodes < inner, nodes, -1).expand(root.shape[0], -1)
-        seeds = self._requests.seeds
-        if seeds is None:  # nothing is drawn at random, but samplers ask for noise
-            seeds = torch.zeros_like(positions)
-        return draft_static(tree, root, extend, seeds, positions, self._law_parameters())
+        return draft_static(tree, root, extend, positions=positions, **self._requests.of_trees())
 
     def _propose_grown(self, tree: GrownTree, root: Tensor) -> TreeDraft:
-        seen: Tensor | None = None
-        depths: Tensor
+        branches: Branches | None = None
 
         def extend(tokens: Tensor, parents: Tensor) -> Tensor:
-            nonlocal seen, depths
-            batch, new = tokens.shape
-            own = torch.eye(new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-            if seen is None:
-                seen = own
-                depths = torch.zeros_like(tokens)
-            else:
-                wide = parents[:, :, None].expand(-1, -1, seen.shape[2])
-                above = seen.gather(1, wide)
-                depths = torch.cat([depths, depths.gather(1, parents) + 1], 1)
-                old = torch.nn.functional.pad(seen, (0, new))
-                seen = torch.cat([old, torch.cat([above, own], 2)], 1)
-            return self._run(tokens, seen[:, -new:], depths[:, -new:])
+            nonlocal branches
+            if branches is None:
+                branches = Branches(root)
+                return self._run(tokens, branches.seen, branches.depths)
+            return self._run(tokens, *branches.add(parents))
 
-        draft, self._runs = draft_grown(tree, root, extend, self._law_parameters())
+        draft, self._runs = draft_grown(tree, root, extend, self._requests.of_trees()["filters"])
         return draft
 
-    def _law_parameters(self) -> dict[str, Any]:
-        if self._requests.greedy:
-            return {"temperature": torch.zeros_like(self._requests.ends, dtype=torch.float32)}
-        return dict(self._requests.filters)
-
-    def commit(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
+    def commit_path(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
         """Keep what was accepted and note which tokens the cache lacks.
 
         Parameters
@@ -165,3 +183,58 @@ class TreeDrafter(ModelHost):
         self._missing = self._missing[rows]
         if hasattr(self, "_runs"):
             self._runs = self._runs[rows]
+
+
+def check_tree_draft(draft: Any, drafter: Any, batch: int) -> None:
+    """Check that what a drafter proposed are trees for ``batch`` requests.
+
+    All but the tokens is left to the operator, which looks at it anyway.
+
+    Raises
+    ------
+    TypeError
+        It is no `TreeDraft`, or its tokens are no tensor.
+    ValueError
+        Its tokens have another shape or dtype.
+    """
+    by = f"generate: {type(drafter).__name__}.propose_tree"
+    if not isinstance(draft, TreeDraft) or not isinstance(draft.tokens, Tensor):
+        raise TypeError(f"{by} must return a TreeDraft of tensors, got {shown(draft)}")
+    shape, dtype = list(draft.tokens.shape), draft.tokens.dtype
+    if len(shape) != 2 or shape[0] != batch or not shape[1] or dtype != torch.int64:
+        raise ValueError(
+            f"{by} must return int64 tokens [B, N] with B = {batch} and N >= 1, got {shape} "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
+
+
+def as_tree_proposer(draft: Any, name: str = "draft") -> TreeProposer:
+    """Return the `TreeProposer` that ``draft`` is, or the one that drives the model that it is.
+
+    Parameters
+    ----------
+    draft : torch.nn.Module or TreeProposer
+        What was given.
+    name : str
+        The argument, as errors are to say it.
+
+    Raises
+    ------
+    TypeError
+        Something else, or a drafter that lacks a method.
+    """
+    if hasattr(draft, "propose_tree") and not isinstance(draft, type):
+        methods = ("start", "propose_tree", "commit_path", "select")
+        lacking = [method for method in methods if not callable(getattr(draft, method, None))]
+        if lacking:
+            raise TypeError(
+                f"{name} must have {lacking[0]}(), as drafters of trees do, got {shown(draft)}"
+            )
+        proposer: TreeProposer = draft
+        return proposer
+    if not is_model(draft):
+        raise TypeError(
+            f"{name} must be a causal model, or a drafter with propose_tree(), where a tree is "
+            f"asked for, got {shown(draft)}"
+        )
+    return TreeDrafter(draft)

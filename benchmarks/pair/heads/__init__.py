@@ -1,0 +1,1 @@
+"""Decoding heads, trained on what a frozen target computes on text."""

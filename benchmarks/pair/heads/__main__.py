@@ -1,0 +1,206 @@
+"""Train decoding heads for a target that stays as it is, and see what they are worth.
+
+    python benchmarks/pair/heads train pair --kind medusa             # the shipped pair's target
+    python benchmarks/pair/heads train translation --kind blockwise --heads 25   # of pair/seq2seq
+    python benchmarks/pair/heads train FOLDER --shared --budget 20    # any causal model, 20 minutes
+    python benchmarks/pair/heads evaluate pair --kind medusa          # tokens a call, acceptance
+
+`train` given again goes on where it was interrupted. Heads lie in build/heads/<target>/<kind>-<K>,
+for ``MedusaHeads.from_pretrained`` and its like. Causal targets learn from the standard library's
+sources (the shipped pair's text), encoder-decoders from the pairs of their task; either way what is
+learned is the target's own law, see `specdec_ext.models.heads_training`. ``--kind eagle`` (causal
+targets) is one layer over the target's states, `specdec_ext.models.eagle`; K is then the length of
+the chains that `evaluate` drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+import common  # noqa: E402
+
+import specdec_ext  # noqa: E402
+from pair.heads.sources import Rows, Source, open_source  # noqa: E402
+from pair.heads.training import Options, train  # noqa: E402
+from pair.seq2seq.schedule import Pace  # noqa: E402
+from specdec_ext.decoding import EagleDrafter, HeadsDrafter, StaticTree  # noqa: E402
+from specdec_ext.models.eagle import EagleHead, eagle_loss  # noqa: E402
+from specdec_ext.models.heads import BlockwiseHeads, MedusaHeads  # noqa: E402
+from specdec_ext.models.heads_training import heads_loss  # noqa: E402
+
+BUILD = HERE.parents[2] / "build"
+KINDS: dict[str, Any] = {"medusa": MedusaHeads, "blockwise": BlockwiseHeads, "eagle": EagleHead}
+WIDTHS = (4, 2, 2)  # of the tree that is tried, as far as there are heads
+
+
+def folder_of(given: argparse.Namespace) -> Path:
+    """Return where the heads lie."""
+    return given.work / Path(given.target).name / f"{given.kind}-{given.heads}"
+
+
+def source_of(given: argparse.Namespace) -> Source:
+    """Open the target and its texts."""
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    work = given.work / Path(given.target).name
+    return open_source(given.target, work, given.tasks, given.batch_tokens, given.seed, device)
+
+
+def build_heads(given: argparse.Namespace, source: Source) -> Any:
+    """Make fresh heads for the target; what they copy and share stays the target's."""
+    changes: dict[str, Any] = {}
+    if given.kind == "medusa":
+        changes = {"shared_projection": given.shared, "num_layers": given.layers}
+    elif given.units:
+        changes = {"intermediate_size": given.units}
+    torch.manual_seed(given.seed)
+    if given.kind == "eagle":
+        ids = frequent_tokens(source, given.vocabulary) if given.vocabulary else None
+        head = EagleHead.from_target(source.target, ids).requires_grad_(True)
+        head.layers.embed_tokens.requires_grad_(False)
+        head.projection.requires_grad_(False)
+        return head
+    heads = KINDS[given.kind].from_target(
+        source.target, given.heads, inputs=source.inputs, **changes
+    )
+    heads.requires_grad_(True)
+    if heads.projection is not None:
+        heads.projection.requires_grad_(False)
+    return heads
+
+
+def frequent_tokens(source: Source, number: int) -> torch.Tensor:
+    """Return the tokens that the target finds likeliest most often, as many as asked for."""
+    likeliest = torch.cat([source.rows(step).logits.argmax(-1).flatten() for step in range(32)])
+    counts = torch.bincount(likeliest, minlength=source.rows(0).logits.shape[-1])
+    return counts.argsort(descending=True, stable=True)[:number].sort().values
+
+
+def loss_of(heads: Any, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare the heads with the target on what it computed."""
+    if isinstance(heads, EagleHead):
+        return eagle_loss(heads, rows.tokens, rows.features, rows.logits, rows.mask)
+    return heads_loss(heads, rows.features, rows.logits, rows.mask)
+
+
+def run_train(given: argparse.Namespace) -> int:
+    """Train the heads and save them."""
+    source = source_of(given)
+    heads = build_heads(given, source)
+    options = Options(given.target, given.kind, given.seed, given.batch_tokens, given.lr)
+    pace = Pace(given.steps, None if given.steps else 60.0 * given.budget)
+    folder = folder_of(given)
+    report = train(heads, source.rows, loss_of, pace, options, folder / "training")
+    heads.save_pretrained(folder)
+    facts = {**common.machine_facts(), **asdict(report), "options": asdict(options)}
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    losses = ", ".join(f"{loss:.3f}" for loss in report.parts)
+    parts = "distance of states, nats" if given.kind == "eagle" else "nats by head"
+    print(f"{folder}: {report.steps:,} steps, {report.seconds:.0f} s, {parts}: {losses}")
+    return 0
+
+
+def measured(source: Source, heads: Any, given: argparse.Namespace) -> list[list[str]]:
+    """Continue texts in several ways; a row of the table for each."""
+    trial = source.trial(given.texts)
+    drafter: Any = EagleDrafter(heads) if given.kind == "eagle" else HeadsDrafter(heads)
+    tree = StaticTree.from_widths(WIDTHS[: given.heads], "top_k")
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {
+        "plain": (None, {}),
+        "chain": (drafter, {"gamma": given.heads}),
+        "tree": (drafter, {"tree": tree, "rule": "target_only"}),
+        "chain, typical": (drafter, {"gamma": given.heads, "rule": "typical"}),
+    }
+    table = []
+    for temperature in (0.0, 1.0):
+        for way, (draft, options) in ways.items():
+            if way == "chain, typical" and temperature == 0.0:
+                continue  # there it is greedy
+            begin = time.perf_counter()
+            statistics = specdec_ext.generate(
+                trial.target, draft, trial.prompts, max_new_tokens=given.new_tokens,
+                temperature=temperature, seeds=given.seed, **options,
+            ).statistics  # fmt: skip
+            seconds = time.perf_counter() - begin
+            by_place = " ".join(f"{rate:.2f}" for rate in statistics.conditional_acceptance[:6])
+            table.append([
+                way, f"{temperature:g}", f"{statistics.tokens_per_target_call:.2f}",
+                f"{statistics.accepted_of_tested:.2f}" if statistics.accepted else "",
+                "" if "tree" in options else by_place, f"{seconds:.1f}",
+            ])  # fmt: skip
+    return table
+
+
+def run_evaluate(given: argparse.Namespace) -> int:
+    """Say what trained heads are worth on texts that training did not see."""
+    source = source_of(given)
+    folder = folder_of(given)
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} has no heads: run `train` with the same options first")
+    heads = KINDS[given.kind].from_pretrained(folder).to(source.target.device).eval()
+    header = ["draft", "T", "tokens a call", "accepted of tested", "by place, given those before"]
+    print(common.markdown_table([*header, "seconds"], measured(source, heads, given)))
+    return 0
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="train | evaluate")
+    shared = argparse.ArgumentParser(add_help=False)
+    add = shared.add_argument
+    add("target", help="pair, a task of build/seq2seq, or the folder of a causal model")
+    add("--kind", choices=KINDS, default="medusa")
+    add("--heads", type=int, default=4, help="K, tokens beyond the target's own next one (4)")
+    add("--seed", type=int, default=0)
+    add("--batch-tokens", type=int, default=Options.batch_tokens, help="of a step")
+    add("--work", type=Path, default=BUILD / "heads")
+    add("--tasks", type=Path, default=BUILD / "seq2seq", help="what pair/seq2seq trained")
+    add("--device", help="default: cuda where there is one")
+    add("--threads", type=int, help="default: torch's own")
+
+    command = commands.add_parser("train", parents=[shared])
+    command.set_defaults(run=run_train)
+    add = command.add_argument
+    add("--budget", type=float, default=5.0, help="minutes (5)")
+    add("--steps", type=int, help="steps in place of minutes: repeatable to the bit")
+    add("--lr", type=float, default=Options.peak_lr, help="at its height")
+    add("--layers", type=int, default=1, help="residual layers of a Medusa head (1)")
+    add("--shared", action="store_true", help="one projection for all Medusa heads: the target's")
+    add("--vocabulary", type=int, help="tokens that an EAGLE-style head can propose (all)")
+    add("--units", type=int, help="of a blockwise head's hidden layer (2048)")
+
+    command = commands.add_parser("evaluate", parents=[shared])
+    command.set_defaults(run=run_evaluate)
+    add = command.add_argument
+    add("--texts", type=int, default=16, help="continued (16)")
+    add("--new-tokens", type=int, default=64, help="of each (64)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
+    given = parse_arguments(arguments)
+    try:
+        return given.run(given)
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The objective of Spec-Drafter: equation 5 by hand, glancing, its schedule; a task is learned."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specdec_ext.models.spec_drafter import MASKED, SpecDrafter, SpecDrafterConfig
+from specdec_ext.models.spec_drafter_training import (
+    IGNORED,
+    glance,
+    glancing_ratio,
+    masked_block,
+    sample_prefix_lengths,
+    spec_drafter_loss,
+)
+
+NONE = IGNORED
+LABELS = torch.tensor([[5, 6, 7, 8, 1], [9, 4, 1, NONE, NONE], [3, 1, NONE, NONE, NONE]])
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+def test_block_behind_no_prefix():
+    """p = 0: the decoder's start token, then [MASK]s for y_1 .. y_k."""
+    block = masked_block(LABELS, torch.tensor([0, 0, 0]), block_size=3, start_token=0)
+    assert block.prefix_ids.tolist() == [[0], [0], [0]]
+    assert block.prefix_lengths.tolist() == [1, 1, 1]
+    assert block.targets.tolist() == [[5, 6, 7], [9, 4, 1], [3, 1, NONE]]
+
+
+def test_block_that_reaches_behind_the_end():
+    """p + k > m: what there is of the text, and k slots all the same."""
+    block = masked_block(LABELS, torch.tensor([4, 1, 1]), block_size=3, start_token=0)
+    kept = [row[:length] for row, length in zip(block.prefix_ids.tolist(), [5, 2, 2], strict=True)]
+    assert kept == [[0, 5, 6, 7, 8], [0, 9], [0, 3]]
+    assert block.prefix_lengths.tolist() == [5, 2, 2]
+    assert block.targets.tolist() == [[1, NONE, NONE], [4, 1, NONE], [1, NONE, NONE]]
+    assert (block.prefix_ids >= 0).all()  # padding can be embedded
+
+
+def test_prefix_lengths_are_uniform():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([1, 2, 5]).repeat_interleave(20_000)
+    drawn = sample_prefix_lengths(lengths, generator).reshape(3, -1)
+    for row, m in zip(drawn, (1, 2, 5), strict=True):
+        shares = torch.bincount(row, minlength=m) / 20_000
+        assert len(shares) == m and (shares - 1 / m).abs().max() < 0.02  # five standard errors
+
+
+# --- glancing -------------------------------------------------------------------------------------
+
+
+TARGETS = torch.tensor([[5, 6, 7, 8, 1, NONE], [9, 4, 1, NONE, NONE, NONE]])
+
+
+@pytest.mark.parametrize(
+    "predictions, ratio, counts",
+    [
+        ([[5, 6, 7, 8, 1, 0], [9, 4, 1, 0, 0, 0]], 0.5, [0, 0]),  # all right: nothing to show
+        ([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], 0.5, [2, 1]),  # d = 5 and 3, halves down
+        ([[5, 6, 0, 0, 0, 0], [9, 4, 0, 0, 0, 0]], 0.5, [1, 0]),  # d = 3 and 1
+        ([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], 0.3, [1, 0]),
+        ([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], 0.6, [3, 1]),  # .6 * 5 = 3 exactly
+        ([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], 0.999, [4, 2]),  # one stays masked
+        ([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], 0.0, [0, 0]),
+    ],
+)
+def test_counts_of_glanced_tokens(predictions, ratio, counts):
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        found = glance(TARGETS, torch.tensor(predictions), ratio, generator)
+        shown = found != MASKED
+        assert shown.sum(1).tolist() == counts
+        assert (found[shown] == TARGETS[shown]).all()
+        assert not shown[TARGETS == NONE].any()
+
+
+def test_any_slot_with_a_target_may_be_shown():
+    """Right or wrong, each as often: 2 of 5."""
+    targets = TARGETS[:1].expand(20_000, -1)
+    predictions = torch.tensor([[5, 0, 0, 0, 0, 0]]).expand(20_000, -1)  # d = 4
+    found = glance(targets, predictions, 0.5, torch.Generator().manual_seed(1)) != MASKED
+    shares = found.double().mean(0)
+    assert (shares[:5] - 0.4).abs().max() < 0.02 and shares[5] == 0
+
+
+def test_schedule_of_glancing():
+    assert [glancing_ratio(x) for x in (0.0, 0.5, 1.0)] == pytest.approx([0.5, 0.4, 0.3])
+    assert glancing_ratio(0.25, 0.8, 0.0) == pytest.approx(0.6)
+    for wrong in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"progress must be in \[0, 1\]"):
+            glancing_ratio(wrong)
+    with pytest.raises(ValueError, match=r"first must be in \[0, 1\), got 1.0"):
+        glancing_ratio(0.5, 1.0)
+    with pytest.raises(ValueError, match=r"last must be in \[0, 1\), got -0.5"):
+        glancing_ratio(0.5, 0.5, -0.5)
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A model whose slot i gives a table's row p + i, so that equation 5 can be added up.
+
+    It remembers what it was called with.
+    """
+
+    def __init__(self, block_size, vocabulary=12):
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(40, vocabulary, generator=generator)
+        self.config = SimpleNamespace(block_size=block_size, decoder_start_token_id=0)
+        self.calls = []
+
+    def __call__(self, input_ids, attention_mask=None, **given):
+        self.calls.append(given)
+        places = given["prefix_lengths"][:, None] - 1 + torch.arange(self.config.block_size)
+        return SimpleNamespace(logits=self.table[places])
+
+
+def equation_5(model, label, p, k, shown=()):
+    """-log P(y_i), i = p + 1 .. p + k, where there is a token that is not shown."""
+    text = [token for token in label.tolist() if token != NONE]
+    laws = model.table.double().log_softmax(-1)
+    places = [i for i in range(p, min(p + k, len(text))) if i - p not in shown]
+    return [-laws[i, text[i]].item() for i in places]
+
+
+@pytest.mark.parametrize("prefixes", [[0, 0, 0], [4, 1, 1], [2, 0, 1]], ids=str)
+def test_loss_is_equation_5(monkeypatch, prefixes):
+    """With p = 0, with p + k > m, and with both in one batch; a mean over tokens."""
+    import specdec_ext.models.spec_drafter_training as training
+
+    monkeypatch.setattr(training, "sample_prefix_lengths", lambda *_: torch.tensor(prefixes))
+    model = Scripted(block_size=3)
+    found = spec_drafter_loss(model, torch.ones(3, 2), None, LABELS)
+    terms = [
+        term
+        for label, p in zip(LABELS, prefixes, strict=True)
+        for term in equation_5(model, label, p, 3)
+    ]
+    assert len(terms) == sum(min(3, m - p) for m, p in zip((5, 3, 2), prefixes, strict=True))
+    assert found.item() == pytest.approx(sum(terms) / len(terms), rel=1e-5)
+    assert len(model.calls) == 1 and (model.calls[0]["block_ids"] == MASKED).all()
+
+
+def test_shown_tokens_are_not_predicted(monkeypatch):
+    import specdec_ext.models.spec_drafter_training as training
+
+    monkeypatch.setattr(training, "sample_prefix_lengths", lambda *_: torch.tensor([0, 0, 0]))
+    model = Scripted(block_size=3)
+    generator = torch.Generator().manual_seed(3)
+    found = spec_drafter_loss(model, torch.ones(3, 2), None, LABELS, ratio=0.7, generator=generator)
+    first, second = (call["block_ids"] for call in model.calls)
+    assert (first == MASKED).all() and (second != MASKED).any()
+    terms = []
+    for label, block in zip(LABELS, second, strict=True):
+        shown = [i for i, token in enumerate(block.tolist()) if token != MASKED]
+        assert block[shown].tolist() == label[shown].tolist()
+        terms += equation_5(model, label, 0, 3, shown)
+    assert found.item() == pytest.approx(sum(terms) / len(terms), rel=1e-5)
+
+
+def test_label_smoothing(monkeypatch):
+    import specdec_ext.models.spec_drafter_training as training
+
+    monkeypatch.setattr(training, "sample_prefix_lengths", lambda *_: torch.tensor([4]))
+    model = Scripted(block_size=3)
+    found = spec_drafter_loss(model, torch.ones(1, 2), None, LABELS[:1], label_smoothing=0.1)
+    law = model.table[4].double().log_softmax(-1)
+    assert found.item() == pytest.approx(-(0.9 * law[1] + 0.1 * law.mean()).item(), rel=1e-5)
+
+
+# --- a task ---------------------------------------------------------------------------------------
+
+
+def marked(number, generator):
+    """Strings of three tokens, each one of two that its place has, and the same backwards."""
+    drawn = torch.randint(0, 2, (number, 3), generator=generator) + 2 * torch.arange(1, 4)
+    end = torch.ones(number, 1, dtype=torch.int64)
+    return torch.cat([drawn, end], 1), torch.cat([drawn.flip(1), end], 1)
+
+
+def test_a_task_is_learned():
+    """Whole blocks are right behind every prefix, where a guess would be in one of eight."""
+    torch.manual_seed(0)
+    steps, block = 250, 4
+    config = SpecDrafterConfig(
+        vocab_size=8, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=1,
+        num_decoder_layers=1, block_size=block, dropout_rate=0.0,
+    )  # fmt: skip
+    model = SpecDrafter(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, steps, pct_start=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        sources, labels = marked(64, generator)
+        ratio = glancing_ratio(step / steps)
+        loss = spec_drafter_loss(model, sources, None, labels, ratio=ratio, generator=generator)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    sources, labels = marked(200, generator)
+    for p in range(4):
+        found = masked_block(labels, torch.full((200,), p), block, start_token=0)
+        with torch.inference_mode():
+            predicted = model(sources, prefix_ids=found.prefix_ids).logits.argmax(-1)
+        exists = found.targets != NONE
+        assert ((predicted == found.targets) | ~exists).all(1).float().mean() > 0.95, p

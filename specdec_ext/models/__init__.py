@@ -1,0 +1,1 @@
+"""Drafters that are trained. Each module needs transformers (the extra ``hf``)."""

@@ -1,0 +1,262 @@
+"""An EAGLE-style head: one transformer layer over a target's hidden states and its next tokens.
+
+Decoding heads (`specdec_ext.models.heads`) guess tokens without knowing those in between. This head
+is autoregressive, but over hidden states: from the target's state at a token and the token behind
+it, it predicts the state at that token, and by it the law of the token after. Drafting one token
+costs one layer, and the keys and values of one layer are all that it caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..decoding.checks import integer
+
+__all__ = ["EagleHead", "EagleHeadConfig", "eagle_loss"]
+
+
+class EagleHeadConfig(LlamaConfig):
+    """Configuration of an `EagleHead`: Llama's, and the size of its vocabulary.
+
+    Parameters
+    ----------
+    num_hidden_layers : int
+        Layers, 1 in the paper.
+    draft_vocab_size : int, optional
+        Vd, the tokens that it can propose. None: all of the target's.
+    projection_bias : bool
+        Whether the vocabulary projection has a bias, as the target's does.
+    **kwargs
+        As of `transformers.LlamaConfig`; ``hidden_size`` and ``vocab_size`` are the target's.
+    """
+
+    model_type = "eagle_head"
+
+    num_hidden_layers: int = 1
+    draft_vocab_size: int | None = None
+    projection_bias: bool = False
+
+
+class EagleHead(PreTrainedModel):
+    """A layer that reads a target's hidden states and goes on with its own.
+
+    The element of its sequence that stands for token t + 1 reads the target's last hidden state f_t
+    and the embedding of token t + 1. It gives f'_{t+1}, an estimate of the next state, and the law
+    of token t + 2:
+
+        f'_{t+1} = Layer(W [e(x_{t+1}), f_t], elements before);   q = softmax(P f'_{t+1})
+
+    P begins as the target's output head, restricted to the tokens of a reduced vocabulary if there
+    is one (EAGLE-3's way to make a large head small); e is the target's embedding. In drafting, f'
+    takes the place of the states that the target has not computed yet.
+
+    Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv
+    2401.15077, section 4.1. The layer is Llama's, and a norm stands behind it, since the target's
+    last hidden states are normed ones.
+
+    Parameters
+    ----------
+    config : EagleHeadConfig
+        Sizes.
+
+    Attributes
+    ----------
+    draft_token_ids : Tensor
+        ``[Vd]`` int64, the target's token of each entry of the vocabulary; saved with the weights.
+
+    Examples
+    --------
+    >>> config = EagleHeadConfig(
+    ...     hidden_size=16, intermediate_size=24, num_attention_heads=2, vocab_size=50,
+    ...     draft_vocab_size=20,
+    ... )
+    >>> head = EagleHead(config).eval()
+    >>> output = head(torch.tensor([[3, 4, 5]]), torch.randn(1, 3, 16))
+    >>> output.logits.shape, output.hidden_states[-1].shape
+    (torch.Size([1, 3, 20]), torch.Size([1, 3, 16]))
+    """
+
+    config_class = EagleHeadConfig
+    config: EagleHeadConfig
+    base_model_prefix = "layers"
+    main_input_name = "features"
+    draft_token_ids: Tensor
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        super().__init__(config)
+        size = config.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
+        integer("EagleHead: draft_vocab_size", size, low=1, high=config.vocab_size)
+        self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.layers = LlamaModel(config)
+        self.projection = nn.Linear(config.hidden_size, size, bias=config.projection_bias)
+        self.register_buffer("draft_token_ids", torch.arange(size))
+        self.post_init()
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether its vocabulary is not the target's."""
+        return self.config.draft_vocab_size is not None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+        logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast:
+        """Run elements of the sequence.
+
+        Parameters
+        ----------
+        input_ids : Tensor
+            ``[B, n]`` int64, the element's tokens.
+        features : Tensor
+            ``[B, n, D]``, the hidden state at the token before each, of any floating dtype.
+        attention_mask, position_ids, past_key_values, use_cache, logits_to_keep
+            As of `transformers.LlamaForCausalLM`.
+
+        Returns
+        -------
+        CausalLMOutputWithPast
+            ``logits`` ``[B, n, Vd]``, of the token behind each; ``hidden_states``, of which the
+            last, ``[B, n, D]``, estimates the target's state at each token.
+        """
+        embedded = self.layers.embed_tokens(input_ids)
+        states = self.layers(
+            inputs_embeds=self.fuse(torch.cat([embedded, features.to(embedded.dtype)], -1)),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        ).last_hidden_state
+        logits = self.projection(states[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, hidden_states=(states,))
+
+    @classmethod
+    @torch.no_grad()
+    def from_target(
+        cls, target: Any, draft_token_ids: Tensor | None = None, **changes: Any
+    ) -> EagleHead:
+        """Make a head for a target, with copies of its embedding and its output head.
+
+        Parameters
+        ----------
+        target : transformers.PreTrainedModel
+            A causal language model. It is not modified, and shares no weights with the head.
+        draft_token_ids : Tensor, optional
+            ``[Vd]`` int64, distinct: the tokens that the head can propose, the most frequent ones,
+            say. None: all.
+        **changes
+            Of the configuration, whose sizes else are the target's.
+
+        Returns
+        -------
+        EagleHead
+            In evaluation mode, of the target's dtype and on its device.
+
+        Raises
+        ------
+        TypeError
+            A target without an embedding or an output head, or an encoder-decoder.
+        ValueError
+            An embedding, or a head, of another width than the target's hidden states.
+        """
+        get_head: Any = getattr(target, "get_output_embeddings", lambda: None)
+        get_embedding: Any = getattr(target, "get_input_embeddings", lambda: None)
+        head, embedding = get_head(), get_embedding()
+        if getattr(head, "weight", None) is None or getattr(embedding, "weight", None) is None:
+            raise TypeError(
+                "EagleHead: target must have an embedding and an output head, as Hugging Face "
+                f"causal models have, got {type(target).__name__}"
+            )
+        if target.config.is_encoder_decoder:
+            raise TypeError(
+                "EagleHead: target must be a causal model (a layer of its own would not see what "
+                f"an encoder read), got {type(target).__name__}"
+            )
+        text = target.config.get_text_config()
+        vocabulary, width = head.weight.shape
+        if embedding.weight.shape != (vocabulary, width) or text.hidden_size != width:
+            raise ValueError(
+                "EagleHead: target must have an embedding and an output head [V, D] over hidden "
+                f"states of width D, got {list(embedding.weight.shape)}, "
+                f"{list(head.weight.shape)} and {text.hidden_size}"
+            )
+        config = EagleHeadConfig(
+            **{
+                "hidden_size": width,
+                "vocab_size": vocabulary,
+                "num_attention_heads": text.num_attention_heads,
+                "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+                "intermediate_size": getattr(text, "intermediate_size", None) or 4 * width,
+                "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
+                "draft_vocab_size": None if draft_token_ids is None else len(draft_token_ids),
+                "projection_bias": getattr(head, "bias", None) is not None,
+                **changes,
+            }
+        )
+        made: Any = cls(config)
+        made = made.to(device=head.weight.device, dtype=head.weight.dtype).eval()
+        if draft_token_ids is not None:
+            made.draft_token_ids.copy_(draft_token_ids)
+        made.layers.embed_tokens.weight.copy_(embedding.weight)
+        made.projection.weight.copy_(head.weight[made.draft_token_ids])
+        if made.projection.bias is not None:
+            made.projection.bias.copy_(head.bias[made.draft_token_ids])
+        result: EagleHead = made
+        return result
+
+
+def eagle_loss(
+    head: EagleHead,
+    tokens: Tensor,
+    features: Tensor,
+    target_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    law_weight: float = 0.1,
+) -> tuple[Tensor, Tensor]:
+    """Return how far a head's states and laws are from the target's, on a text.
+
+    The sum of a smooth L1 distance of states and ``law_weight`` times the cross entropy of the
+    head's law relative to the target's, which is taken over the head's vocabulary (Li et al., arXiv
+    2401.15077, section 4.2: w_cls = 0.1).
+
+    Parameters
+    ----------
+    head : EagleHead
+        The head.
+    tokens : Tensor
+        ``[B, n]`` int64, a text.
+    features, target_logits : Tensor
+        ``[B, n, D]`` and ``[B, n, V]``, the target's last hidden states and logits at its tokens.
+    mask : Tensor, optional
+        ``[B, n]``, zeros at padding, which stands behind the text. None: there is none.
+    law_weight : float
+        The weight of laws.
+
+    Returns
+    -------
+    loss : Tensor
+        ``[]`` float32, to be minimised.
+    by_part : Tensor
+        ``[2]`` float32, detached: the distance of states, and the cross entropy in nats.
+    """
+    output = head(tokens[:, 1:], features[:, :-1])
+    states: Any = output.hidden_states
+    kept = torch.ones_like(tokens) if mask is None else mask
+    here = kept[:, 1:].bool()
+    law = target_logits[:, 1:, head.draft_token_ids].float().softmax(-1)[here]
+    logits: Any = output.logits
+    entropy = -(law * logits[here].float().log_softmax(-1)).sum(-1).mean()
+    distance = F.smooth_l1_loss(states[-1][here].float(), features[:, 1:][here].float())
+    return distance + law_weight * entropy, torch.stack([distance, entropy]).detach()

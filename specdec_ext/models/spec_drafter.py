@@ -1,0 +1,627 @@
+"""Spec-Drafter: an encoder-decoder that drafts a block of tokens in one decoder call.
+
+Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
+Generation" (arXiv 2203.16487), section 3.1. `SpecDrafter` is the model,
+`specdec_ext.decoding.BlockDrafter` drives it in `specdec_ext.generate`, and
+`specdec_ext.models.spec_drafter_training` has the loss that it is trained with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import T5Config
+from transformers import initialization as init
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import Seq2SeqLMOutput
+from transformers.models.t5.modeling_t5 import (
+    T5Attention,
+    T5PreTrainedModel,
+    T5Stack,
+)
+
+from ..decoding.checks import integer
+from ..decoding.counts import Counts
+from ..tree_masks import additive_mask
+from .prefix_cache import PrefixCache
+
+__all__ = ["MASKED", "BlockState", "SpecDrafter", "SpecDrafterConfig", "block_mask"]
+
+#: In ``block_ids``: a slot that holds [MASK].
+MASKED = -1
+
+# What a target's encoder and this one must share, so that its weights mean the same here.
+_OF_THE_ENCODER = (
+    "vocab_size",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_heads",
+    "num_layers",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "feed_forward_proj",
+    "layer_norm_epsilon",
+)
+
+
+class SpecDrafterConfig(T5Config):
+    """Configuration of a `SpecDrafter`: T5's, and what a block needs.
+
+    The defaults are the paper's Spec-Drafter: Transformer-base (512 wide, 2,048 in the feed-forward
+    layers, 8 heads) with 12 encoder layers and 2 decoder layers, and blocks of k = 25.
+
+    Parameters
+    ----------
+    num_layers, num_decoder_layers : int
+        Encoder and decoder layers. The encoder runs once a text, the decoder once a round: depth is
+        spent where it is cheap (the paper's Principles I and II).
+    block_size : int
+        k, the [MASK] slots of a block.
+    decoder_relative_attention_num_buckets : int
+        Buckets of the decoder's relative positions. Half are for tokens to the left and half for
+        those to the right, and half of each are for exact distances: 128 tell 32 positions on
+        either side apart, which is more than a block of 25 has. (T5's 32 would tell 8.)
+    **kwargs
+        As of `transformers.T5Config`.
+    """
+
+    model_type = "spec_drafter"
+
+    num_layers: int = 12
+    num_decoder_layers: int | None = 2
+    block_size: int = 25
+    decoder_relative_attention_num_buckets: int = 128
+    decoder_start_token_id: int = 0
+
+
+@dataclass
+class BlockState:
+    """What a `SpecDrafter` remembers of the requests that it drafts for.
+
+    Attributes
+    ----------
+    states : Tensor
+        ``[B, S, d]``, what the encoder gave.
+    source_mask : Tensor or None
+        ``[B, 1, 1, S]``, added to scores of cross attention; None: no padding.
+    prefix : PrefixCache
+        Keys and values of the prefixes.
+    source : DynamicCache
+        Keys and values of cross attention, filled in the first call.
+    calls : int
+        Decoder calls so far.
+    """
+
+    states: Tensor
+    source_mask: Tensor | None
+    prefix: PrefixCache
+    source: DynamicCache
+    calls: int = 0
+
+    def select(self, rows: Tensor, indices: Sequence[int]) -> None:
+        """Keep only these requests, given on the device and on the host."""
+        self.states = self.states[rows]
+        if self.source_mask is not None:
+            self.source_mask = self.source_mask[rows]
+        self.prefix.select(rows, list(indices))
+        if len(self.source):
+            self.source.batch_select_indices(rows)
+
+
+def block_mask(known: Tensor, lengths: Tensor, new: int, block: int, width: int) -> Tensor:
+    """Say what attends to what in a call of the decoder.
+
+    The tokens of a prefix are causal: each sees the prefix up to itself, and no slot of a block, so
+    that what they give can be cached. A slot sees the whole prefix of its row and every slot of the
+    block, itself and those behind it included.
+
+    Parameters
+    ----------
+    known : Tensor
+        ``[b]`` int64, the tokens of each row that were run in earlier calls.
+    lengths : Tensor
+        ``[b]`` int64, the tokens of each row's prefix, those of this call included.
+    new : int
+        Columns of this call that are tokens; a row with fewer has padding behind them.
+    block : int
+        k, the slots.
+    width : int
+        Columns of keys that belong to prefixes: column t is token t of its row.
+
+    Returns
+    -------
+    Tensor
+        ``[b, new + k, width + k]`` bool.
+
+    Examples
+    --------
+    One token is known, one is new, and there are two slots:
+
+    >>> block_mask(torch.tensor([1]), torch.tensor([2]), new=1, block=2, width=2).int()
+    tensor([[[1, 1, 0, 0],
+             [1, 1, 1, 1],
+             [1, 1, 1, 1]]], dtype=torch.int32)
+    """
+    columns = torch.arange(width, device=known.device)
+    last_seen = known[:, None] + torch.arange(new, device=known.device)  # by a token: itself
+    of_tokens = columns <= last_seen[..., None]
+    of_slots = (columns < lengths[:, None, None]).expand(-1, block, -1)
+    prefix = torch.cat([of_tokens, of_slots], 1)
+    slots = torch.arange(new + block, device=known.device) >= new
+    return torch.cat([prefix, slots[:, None].expand(len(known), -1, block)], 2)
+
+
+class _BlockDecoder(T5PreTrainedModel):
+    """T5's decoder layers under the masks and the positions of blocks."""
+
+    def __init__(self, config: SpecDrafterConfig) -> None:
+        super().__init__(config)
+        # T5's own stack initialises its layers as T5 does. In a class that is not its own,
+        # transformers takes attention layers for initialised, and leaves weights of order 1.
+        stack = T5Stack(config)
+        self.block = stack.block
+        self.final_layer_norm, self.dropout = stack.final_layer_norm, stack.dropout
+        self.post_init()
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        visible: Tensor,
+        distances: Tensor,
+        states: Tensor,
+        source_mask: Tensor | None,
+        cache: EncoderDecoderCache | None,
+    ) -> Tensor:
+        """Run the layers.
+
+        Parameters
+        ----------
+        embeddings : Tensor
+            ``[B, n, d]``.
+        visible : Tensor
+            ``[b, n, t]`` bool, b = B or 1: which keys a query sees.
+        distances : Tensor
+            ``[b, n, t]`` int64, a key's position less the query's.
+        states, source_mask, cache
+            As in `BlockState`.
+
+        Returns
+        -------
+        Tensor
+            ``[B, n, d]``.
+        """
+        hidden = self.dropout(embeddings)
+        bias = self._position_bias(distances)
+        mask = additive_mask(visible[:, None], hidden.dtype)
+        source_bias = None
+        for layer in self.block:
+            hidden, _, source_bias = layer(
+                hidden,
+                mask,
+                bias,
+                states,
+                source_mask,
+                source_bias,
+                past_key_values=cache,
+            )
+        normed: Tensor = self.dropout(self.final_layer_norm(hidden))
+        return normed
+
+    def _position_bias(self, distances: Tensor) -> Tensor:
+        """Return what is added to scores, ``[b, heads, n, t]``.
+
+        T5's decoder has one bucket for all that lies to the right, where nothing is seen; here the
+        slots of a block see each other, so the buckets are those of T5's encoder, for both sides.
+        """
+        buckets = T5Attention._relative_position_bucket(
+            distances,
+            bidirectional=True,
+            num_buckets=self.config.relative_attention_num_buckets,
+            max_distance=self.config.relative_attention_max_distance,
+        )
+        first: Any = self.block[0]
+        bias: Tensor = first.layer[0].SelfAttention.relative_attention_bias(buckets)
+        return bias.permute(0, 3, 1, 2)
+
+
+class SpecDrafter(T5PreTrainedModel):
+    """An encoder-decoder that predicts the k tokens behind a prefix in one decoder call.
+
+    The source is Xia et al. (arXiv 2203.16487), section 3.1. The decoder reads the prefix and k
+    [MASK] slots, and slot i gives the law of token i behind the prefix (eq. 5-7):
+
+        P(y_i | y_1 .. y_p, [MASK] x k, x)        for all i = p + 1 .. p + k at once
+
+    Every slot has an attention query of its own, to the source and to the prefix, and the slots see
+    each other, as in mask-predict decoding (Ghazvininejad et al. 2019), on which the paper builds.
+    Given the prefix, the tokens of a block are independent: the law of a drafted block is the
+    product of the slots' laws.
+
+    The layers are T5's. What the paper leaves open is decided so:
+
+    - The prefix is causal: its tokens do not see the slots, nor later tokens. Its keys and values
+      are then the same in every round and are cached, and a round costs one decoder call on what
+      was accepted in the last one and k slots. (Equations 5-7 print no mask. A mask-predict decoder
+      would let the prefix see the slots, and would have to run all of it in every round.)
+    - A slot's input is the embedding of [MASK] and one of its place in the block: T5 adds no
+      positions to embeddings, and without them the first layer's queries would all be the same.
+      [MASK] is a vector of its own and no id: the drafter's vocabulary is the target's.
+    - Relative positions in the decoder are bidirectional, see `SpecDrafterConfig`.
+
+    Parameters
+    ----------
+    config : SpecDrafterConfig
+        Sizes.
+
+    Raises
+    ------
+    ValueError
+        A block of less than 1 slot; fewer than 4 buckets of relative positions, or more than four
+        times the largest distance.
+
+    Examples
+    --------
+    >>> config = SpecDrafterConfig(
+    ...     vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=3, block_size=5
+    ... )
+    >>> model = SpecDrafter(config).eval()
+    >>> source, prefix = torch.tensor([[7, 8, 9, 1]]), torch.tensor([[0, 7]])
+    >>> model(source, prefix_ids=prefix).logits.shape
+    torch.Size([1, 5, 50])
+    """
+
+    config_class = SpecDrafterConfig
+    config: SpecDrafterConfig
+    _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}
+
+    def __init__(self, config: SpecDrafterConfig) -> None:
+        super().__init__(config)
+        integer("SpecDrafter: block_size", config.block_size, low=1)
+        integer(
+            "SpecDrafter: decoder_relative_attention_num_buckets",
+            config.decoder_relative_attention_num_buckets,
+            low=4,
+            high=4 * config.relative_attention_max_distance - 1,
+        )
+        self.shared = nn.Embedding(config.vocab_size, config.d_model)
+        self.mask_embedding = nn.Parameter(torch.zeros(config.d_model))
+        self.slot_embedding = nn.Embedding(config.block_size, config.d_model)
+        of_encoder = copy.deepcopy(config)
+        of_encoder.is_decoder, of_encoder.use_cache = False, False
+        self.encoder = T5Stack(of_encoder)
+        of_decoder = copy.deepcopy(config)
+        of_decoder.is_decoder = True
+        of_decoder.num_layers = integer(
+            "SpecDrafter: num_decoder_layers", config.num_decoder_layers, low=1
+        )
+        of_decoder.relative_attention_num_buckets = config.decoder_relative_attention_num_buckets
+        self.decoder = _BlockDecoder(of_decoder)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module: as T5 does, and embeddings of [MASK] and of slots as of tokens."""
+        super()._init_weights(module)
+        if isinstance(module, SpecDrafter):
+            embeddings = module.shared.weight, module.mask_embedding, module.slot_embedding.weight
+            for weight in embeddings:
+                init.normal_(weight, mean=0.0, std=self.config.initializer_factor)
+
+    # ---- made from a target ---------------------------------------------------------------------
+
+    @classmethod
+    def from_target(cls, target: Any, **changes: Any) -> SpecDrafter:
+        """Make a drafter for a target, its encoder and embeddings initialised with the target's.
+
+        This is how the paper makes one for BART (section 4.4).
+
+        Parameters
+        ----------
+        target : transformers.PreTrainedModel
+            A T5 encoder-decoder.
+        **changes
+            Of the configuration, which else has the target's sizes, 2 decoder layers and blocks
+            of 25. What shapes the encoder cannot change.
+
+        Returns
+        -------
+        SpecDrafter
+            In training mode; the decoder is new.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `init_encoder_from`.
+
+        Examples
+        --------
+        >>> from transformers import T5ForConditionalGeneration
+        >>> config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=3)
+        >>> target = T5ForConditionalGeneration(config)
+        >>> drafter = SpecDrafter.from_target(target, block_size=10)
+        >>> drafter.config.num_layers, drafter.config.num_decoder_layers
+        (3, 2)
+        >>> torch.equal(drafter.shared.weight, target.shared.weight)
+        True
+        """
+        _check_target("from_target", target)
+        own = ("dropout_rate", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+        of_target = {
+            name: value
+            for name in (*_OF_THE_ENCODER, *own)
+            if (value := getattr(target.config, name, None)) is not None
+        }
+        drafter = cls(SpecDrafterConfig(**{**of_target, **changes}))
+        drafter.init_encoder_from(target)
+        return drafter
+
+    @torch.no_grad()
+    def init_encoder_from(self, target: Any) -> None:
+        """Copy the weights of a target's encoder, and its embeddings.
+
+        Parameters
+        ----------
+        target : transformers.PreTrainedModel
+            A T5 encoder-decoder whose encoder has this one's shape.
+
+        Raises
+        ------
+        TypeError
+            A model without a T5 encoder.
+        ValueError
+            An encoder of another shape; the message says what was expected.
+        """
+        _check_target("init_encoder_from", target)
+        differing = [
+            (name, getattr(self.config, name), getattr(target.config, name, None))
+            for name in _OF_THE_ENCODER
+            if getattr(self.config, name) != getattr(target.config, name, None)
+        ]
+        if differing:
+            wanted = ", ".join(f"{name}={own}" for name, own, _ in differing)
+            found = ", ".join(f"{name}={other}" for name, _, other in differing)
+            raise ValueError(
+                f"init_encoder_from: the target's encoder must have {wanted}, as this drafter's "
+                f"has, got {found}"
+            )
+        self.encoder.load_state_dict(target.get_encoder().state_dict())
+        self.shared.weight.copy_(target.get_input_embeddings().weight)
+
+    # ---- running --------------------------------------------------------------------------------
+
+    def get_encoder(self, modality: str | None = None) -> T5Stack:
+        """Return the encoder."""
+        return self.encoder
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the embeddings of tokens, which are also the output layer's weights."""
+        return self.shared
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Replace them."""
+        self.shared = value
+        self.encoder.set_input_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        prefix_ids: Tensor,
+        prefix_lengths: Tensor | None = None,
+        block_ids: Tensor | None = None,
+    ) -> Seq2SeqLMOutput:
+        """Predict the block behind each prefix, without a cache: for training.
+
+        Parameters
+        ----------
+        input_ids : Tensor
+            ``[B, S]`` int64, the source.
+        attention_mask : Tensor, optional
+            ``[B, S]``, zeros at padding of the source.
+        prefix_ids : Tensor
+            ``[B, n]`` int64, the decoder's start token and y_1 .. y_p, then anything.
+        prefix_lengths : Tensor, optional
+            ``[B]`` int64, how many of them there are, p + 1. None: n of every row.
+        block_ids : Tensor, optional
+            ``[B, k]`` int64: `MASKED`, or a token that the slot shows (glancing). None:
+            ``block_size`` slots, all masked.
+
+        Returns
+        -------
+        Seq2SeqLMOutput
+            ``logits`` ``[B, k, V]``, of the tokens behind the prefix.
+
+        Raises
+        ------
+        ValueError
+            More slots than ``block_size``.
+        """
+        batch, new = prefix_ids.shape
+        states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        if prefix_lengths is None:
+            lengths = torch.full((1,), new, device=prefix_ids.device)
+        else:
+            lengths = prefix_lengths.long()
+        if block_ids is None:
+            block_ids = prefix_ids.new_full((batch, self.config.block_size), MASKED)
+        embeddings = torch.cat([self.shared(prefix_ids), self._block_embeddings(block_ids)], 1)
+        logits = self._predict(
+            embeddings,
+            torch.zeros_like(lengths),
+            lengths,
+            block_ids.shape[1],
+            new,
+            states,
+            _source_mask(attention_mask, states.dtype),
+            None,
+        )
+        return Seq2SeqLMOutput(logits=logits)
+
+    @torch.inference_mode()
+    def read(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, room: int = 0
+    ) -> BlockState:
+        """Run the encoder; what comes back is handed to `draft_block`.
+
+        Parameters
+        ----------
+        input_ids : Tensor
+            ``[B, S]`` int64, the source.
+        attention_mask : Tensor, optional
+            ``[B, S]``, zeros at padding of the source.
+        room : int
+            Tokens of prefixes to allocate room for at first.
+
+        Returns
+        -------
+        BlockState
+        """
+        states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        layers = self.decoder.config.num_layers
+        return BlockState(
+            states,
+            _source_mask(attention_mask, states.dtype),
+            PrefixCache(layers, len(input_ids), states.device, room),
+            DynamicCache(),
+        )
+
+    @torch.inference_mode()
+    def draft_block(
+        self, state: BlockState, tokens: Tensor, new: Counts, block_size: int | None = None
+    ) -> Tensor:
+        """Take tokens into the prefixes and predict the block behind them, in one decoder call.
+
+        Parameters
+        ----------
+        state : BlockState
+            From `read`; it is changed.
+        tokens : Tensor
+            ``[B, n]`` int64: the tokens that come behind each prefix, then anything. At first these
+            are the decoder's start token and what follows it.
+        new : Counts
+            How many of them there are, of each row.
+        block_size : int, optional
+            k, at most the configuration's. None: that.
+
+        Returns
+        -------
+        Tensor
+            ``[B, k, V]`` logits.
+
+        Raises
+        ------
+        ValueError
+            ``block_size`` out of range.
+
+        Examples
+        --------
+        >>> config = SpecDrafterConfig(
+        ...     vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=1, block_size=5
+        ... )
+        >>> model = SpecDrafter(config).eval()
+        >>> source, start = torch.tensor([[7, 8, 1], [9, 3, 1]]), torch.tensor([[0], [0]])
+        >>> state = model.read(source)
+        >>> one = Counts.full(2, 1, source.device)
+        >>> model.draft_block(state, start, one).shape
+        torch.Size([2, 5, 50])
+        >>> new = Counts.on(source.device, [2, 1])  # the second row gained one token
+        >>> model.draft_block(state, torch.tensor([[7, 8], [9, 0]]), new).shape, state.calls
+        (torch.Size([2, 5, 50]), 2)
+        """
+        cache = state.prefix
+        known, width = cache.lengths, tokens.shape[1]
+        seen = cache.begin(new, width)
+        lengths = known + new
+        rows = slice(None)
+        if min(known.host) == max(known.host) and min(lengths.host) == max(lengths.host):
+            rows = slice(1)  # all rows have the same mask and the same distances
+        masked = tokens.new_full(
+            (len(tokens), self.config.block_size if block_size is None else block_size), MASKED
+        )
+        embeddings = torch.cat(
+            [
+                self.shared(tokens.clamp(0, self.config.vocab_size - 1)),
+                self._block_embeddings(masked),
+            ],
+            1,
+        )
+        logits = self._predict(
+            embeddings,
+            known.device[rows],
+            lengths.device[rows],
+            masked.shape[1],
+            seen,
+            state.states,
+            state.source_mask,
+            EncoderDecoderCache(cache, state.source),
+        )
+        cache.end()
+        state.calls += 1
+        return logits
+
+    def _block_embeddings(self, block_ids: Tensor) -> Tensor:
+        """Return the slots' inputs, ``[B, k, d]``: [MASK] or a token, and the slot's place."""
+        slots = block_ids.shape[1]
+        if not 1 <= slots <= self.config.block_size:
+            raise ValueError(
+                f"SpecDrafter: a block must have 1 to block_size = {self.config.block_size} "
+                f"slots, got {slots}"
+            )
+        shown = self.shared(block_ids.clamp(min=0))
+        content = torch.where((block_ids == MASKED)[..., None], self.mask_embedding, shown)
+        return content + self.slot_embedding.weight[:slots]
+
+    def _predict(
+        self,
+        embeddings: Tensor,
+        known: Tensor,
+        lengths: Tensor,
+        block: int,
+        width: int,
+        states: Tensor,
+        source_mask: Tensor | None,
+        cache: EncoderDecoderCache | None,
+    ) -> Tensor:
+        """Return the slots' logits, ``[B, k, V]``; the arguments are those of `block_mask`."""
+        new = embeddings.shape[1] - block
+        visible = block_mask(known, lengths, new, block, width)
+        device = embeddings.device
+        slots = lengths[:, None] + torch.arange(block, device=device)
+        tokens = known[:, None] + torch.arange(new, device=device)
+        columns = torch.arange(width, device=device).expand(len(known), -1)
+        queries, keys = torch.cat([tokens, slots], 1), torch.cat([columns, slots], 1)
+        hidden = self.decoder(
+            embeddings,
+            visible,
+            keys[:, None] - queries[..., None],
+            states,
+            source_mask,
+            cache,
+        )[:, new:]
+        # Embeddings, of order 1, as the output layer: T5 scales its input.
+        scaled = hidden * self.config.d_model**-0.5
+        return nn.functional.linear(scaled, self.shared.weight)
+
+
+def _source_mask(attention_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return what is added to scores of cross attention, ``[B, 1, 1, S]``."""
+    if attention_mask is None:
+        return None
+    return additive_mask(attention_mask[:, None, None].bool(), dtype)
+
+
+def _check_target(name: str, target: Any) -> None:
+    """Refuse a model that has no T5 encoder."""
+    encoder = getattr(target, "get_encoder", lambda: None)()
+    if not isinstance(encoder, T5Stack):
+        raise TypeError(
+            f"{name}: the target must be a T5 encoder-decoder (the drafter's layers are T5's), got "
+            f"{type(target).__name__}"
+        )
