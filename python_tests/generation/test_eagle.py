@@ -293,7 +293,9 @@ def test_tokens_of_plain_decoding(reduced, lengths, company):
         shape = {"tree": grown if company == "grown" else StaticTree.from_widths((2, 2, 1))}
     plain, _ = specdec_ext.generate(target, None, ids, **options)
     found, statistics = specdec_ext.generate(target, drafter, ids, **shape, **options)
-    assert torch.equal(found, plain) and statistics.accepted > 0
+    assert torch.equal(found, plain) and statistics.drafted > 0
+    if len(lengths) > 1:  # of a single text this untrained head may foresee nothing
+        assert statistics.accepted > 0
 
 
 # ---- the head itself -----------------------------------------------------------------------------

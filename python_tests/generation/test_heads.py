@@ -276,8 +276,9 @@ def test_greedy_equals_plain_decoding(name, lengths, shape, static):
         target, drafter, ids, attention_mask=mask, max_new_tokens=limits, static_cache=static,
         **SHAPES[shape],
     )  # fmt: skip
-    assert torch.equal(found, plain)
-    assert statistics.accepted > 0 and statistics.rejected > 0
+    assert torch.equal(found, plain) and statistics.rejected > 0
+    if len(lengths) > 1:  # of a single text these untrained heads may foresee nothing
+        assert statistics.accepted > 0
     # One call of all heads a round; none in the first one where no row has a state yet, nor in a
     # last one that has no room for a draft token.
     assert drafter.calls == statistics.draft_calls
