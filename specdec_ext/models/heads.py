@@ -150,7 +150,7 @@ class DecodingHeads(PreTrainedModel):
 
     def hidden(self, features: Tensor, count: int | None = None) -> Tensor:
         """Return the hidden states of ``count`` heads (None: all), ``[..., count, D]``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define this method of DecodingHeads")
 
     def project(self, hidden: Tensor, head: int) -> Tensor:
         """Return the logits ``[..., V]`` of hidden states ``[..., D]`` of one head (0-based)."""

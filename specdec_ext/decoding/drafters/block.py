@@ -153,31 +153,11 @@ class BlockDrafter:
         if self._requests.greedy and self._requests.process is None and go_on is None:
             tokens, laws = logits.argmax(-1), logits
         else:
-            tokens, laws = self._drawn(logits, positions, go_on)
+            drawn, rows = self._requests.draw_independent(logits, positions, go_on)
+            tokens = torch.stack(drawn, 1)
+            is_same = self._requests.process is None  # the rows, which then need no copy
+            laws = logits[:, : len(rows)] if is_same else torch.stack(rows, 1)
         return Draft(tokens, laws if self._requests.needs_law else None)
-
-    def _drawn(
-        self, logits: Tensor, positions: Tensor, go_on: GoOn | None
-    ) -> tuple[Tensor, Tensor]:
-        """Draw slot by slot, as processors and ``go_on`` see what was drafted before.
-
-        Returns tokens ``[B, n]`` and the rows that they were drawn from ``[B, n, V]``.
-        """
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        going = torch.ones_like(positions, dtype=torch.bool)
-        for i, row in enumerate(logits.unbind(1)):
-            laws.append(self._requests.processed(row, tokens))
-            drawn = self._requests.draw(laws[-1], positions, i)
-            tokens.append(torch.where(going, drawn, -1))
-            if go_on is None or i == logits.shape[1] - 1:
-                continue
-            going = going & go_on(tokens[-1], laws[-1])
-            if not going.any():
-                break
-        if self._requests.process is None:
-            return torch.stack(tokens, 1), logits[:, : len(tokens)]
-        return torch.stack(tokens, 1), torch.stack(laws, 1)
 
     def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Note what verification emitted; the next round's call takes it in."""

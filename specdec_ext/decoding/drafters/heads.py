@@ -131,19 +131,7 @@ class HeadsDrafter:
         laws = self._laws(min(gamma, self.heads.num_heads))
         if laws is None:
             return Draft(positions.new_empty(len(positions), 0))
-        tokens: list[Tensor] = []
-        rows: list[Tensor] = []
-        going = self._known
-        for i, law in enumerate(laws.unbind(1)):
-            rows.append(self._requests.processed(law, tokens))
-            drawn = self._requests.draw(rows[-1], positions, i)
-            tokens.append(drawn if going is None else torch.where(going, drawn, -1))
-            if go_on is None or i == laws.shape[1] - 1:
-                continue
-            wanted = go_on(tokens[-1], rows[-1])
-            going = wanted if going is None else going & wanted
-            if not bool(going.any()):
-                break
+        tokens, rows = self._requests.draw_independent(laws, positions, go_on, self._known)
         return Draft(
             torch.stack(tokens, 1), torch.stack(rows, 1) if self._requests.needs_law else None
         )

@@ -170,6 +170,42 @@ class Requests:
             **self.filters,
         ).tokens
 
+    def draw_independent(
+        self, logits: Tensor, positions: Tensor, go_on: GoOn | None, going: Tensor | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Draw draft tokens whose rows are there before any of them is drawn.
+
+        Parameters
+        ----------
+        logits : Tensor
+            ``[B, n, Vd]``, a row for each token.
+        positions : Tensor
+            ``[B]``, where the round's first draft token goes.
+        go_on : GoOn or None
+            Asked after every token but the last.
+        going : Tensor, optional
+            ``[B]`` bool, which requests draft at all. None: all.
+
+        Returns
+        -------
+        tuple of list of Tensor
+            Tokens ``[B]`` each, -1 behind a request's end, and the rows that they were drawn from,
+            ``[B, Vd]`` each. Fewer than n where no request went on.
+        """
+        tokens: list[Tensor] = []
+        rows: list[Tensor] = []
+        for i, row in enumerate(logits.unbind(1)):
+            rows.append(self.processed(row, tokens))
+            drawn = self.draw(rows[-1], positions, i)
+            tokens.append(drawn if going is None else torch.where(going, drawn, -1))
+            if go_on is None or i == logits.shape[1] - 1:
+                continue
+            wanted = go_on(tokens[-1], rows[-1])
+            going = wanted if going is None else going & wanted
+            if not bool(going.any()):
+                break
+        return tokens, rows
+
     def processed(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
         """Run the caller's logits processors, if any, on the rows that come next.
 
