@@ -5,7 +5,7 @@
 
 Every setting completes the same prompts with the same seeds. Times are of one prompt at a time, the
 settings in an order drawn anew for each prompt, so that a busy machine is fair to all; plain
-decoding takes its turn too, and the prefill is left out. Counts come from all prompts in one batch,
+decoding takes its turn too, and prompts are included. Counts come from all prompts in one batch,
 each with several seeds: what a request emits does not depend on its batch. Standard errors are over
 prompts: the rounds of a prompt are no independent observations.
 

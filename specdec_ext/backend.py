@@ -115,7 +115,7 @@ _BACKENDS = {
 
 
 #: Backends without kernels for an operator.
-_WITHOUT = {"beam_verify": ("cuda",), "tree_attention": ("cuda",)}
+_WITHOUT = {"tree_attention": ("cuda",)}
 
 
 def has_kernels(op: str, backend: str) -> bool:

@@ -6,6 +6,7 @@ Needs transformers (the extra ``hf``).
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 try:
-    import transformers  # noqa: F401  (says how to install it)
+    import transformers
 except ImportError as error:
     raise ImportError(
         "specdec_ext.hf works inside Hugging Face transformers: pip install 'specdec_ext[hf]'"
@@ -36,8 +37,17 @@ from transformers.utils.generic import ModelOutput
 
 from . import ops
 from .contract import rule_names
-from .decoding import Burst, GammaPolicy, LookupDrafter, Statistics, generate
+from .decoding import (
+    Burst,
+    GammaPolicy,
+    Generated,
+    GeneratedBeams,
+    LookupDrafter,
+    Statistics,
+    generate,
+)
 from .decoding.drafters.early_exit import first_layers
+from .decoding.encoder_decoder import encoded, rows_of
 from .decoding.processors import ByRequest
 from .decoding.trees import GrownTree, StaticTree
 
@@ -51,6 +61,7 @@ _FUSED = {
     MinPLogitsWarper: "min_p",
 }
 _GENERATE = inspect.unwrap(_generation.GenerationMixin.generate).__code__
+_KEPT_BACK = ("assistant_model", "streamer")  # arguments of it that no other function is handed
 #: What ``model.generate`` prepares and the loop makes for itself.
 _PREPARED = {
     "attention_mask", "cache_params", "cache_position", "logits_to_keep", "past_key_values",
@@ -68,10 +79,17 @@ class SpeculativeOutput(ModelOutput):
         ``[B, P + N]`` int64.
     statistics : Statistics
         Counts and times.
+    logprobs : Tensor or None
+        ``[B, N]``, log-probabilities of the new tokens, as in `specdec_ext.decoding.Generated`;
+        None of a beam search.
+    sequences_scores : Tensor or None
+        ``[B R]`` float32, of a beam search, as transformers gives them.
     """
 
     sequences: Tensor | None = None
     statistics: Statistics | None = None
+    logprobs: Tensor | None = None
+    sequences_scores: Tensor | None = None
 
 
 def generate_fn(
@@ -83,6 +101,7 @@ def generate_fn(
     *,
     draft_model: Any = None,
     gamma: int | GammaPolicy | None = None,
+    draft_beams: int | None = None,
     rule: str | None = None,
     tree: StaticTree | GrownTree | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
@@ -94,7 +113,8 @@ def generate_fn(
 
     The model stays as it is, and so does every argument of ``model.generate`` that is about the
     law: ``do_sample``, temperature, filters, repetition penalty, bad words, stop strings, lengths,
-    end tokens, ``num_return_sequences``. Temperature, top-k, top-p and min-p are left to the
+    end tokens, ``num_return_sequences``, ``num_beams`` (without ``do_sample``) with
+    ``length_penalty`` and ``early_stopping``. Temperature, top-k, top-p and min-p are left to the
     verification kernel where nothing comes after them; all other processors run on the host after
     every slot's own prefix. Output is distributed as that of ``model.generate`` without it.
 
@@ -116,6 +136,8 @@ def generate_fn(
         As in `specdec_ext.generate`. None: ``prompt_lookup_num_tokens`` where that is given, else
         5. (``num_assistant_tokens`` is not read: transformers fills in a number of its own, so that
         nobody can tell whether one was asked for.)
+    draft_beams : int, optional
+        Of a beam search, as in `specdec_ext.generate`.
     rule, tree, seeds, on_round
         As in `specdec_ext.generate`. Without seeds, they are drawn from torch's generator, which
         ``transformers.set_seed`` sets.
@@ -130,16 +152,20 @@ def generate_fn(
     Raises
     ------
     ValueError
-        Something is asked for that the loop has not: beams, scores, attentions, hidden states,
-        inputs that are no token ids, a cache that is not empty, a cache that is offloaded or
-        quantized, an ensemble of target and assistant; several drafts; a streamer for a batch; a
-        processor or criterion whose state cannot be copied, or that makes requests depend on each
-        other.
+        Something is asked for that the loop has not: sampled beams, scores of all steps,
+        attentions, hidden states, inputs that are no token ids, a cache that is not empty, a cache
+        that is offloaded or quantized, an ensemble of target and assistant; several drafts; a
+        streamer for a batch; a processor or criterion whose state cannot be copied, or that makes
+        requests depend on each other.
 
     Notes
     -----
+    A beam search fills sequences as transformers does, which takes the end token where the padding
+    token is 0.
+
     transformers keeps ``assistant_model`` and ``streamer`` from functions like this one. They are
-    read from the frame of ``model.generate``, since to decode without them would surprise. What a
+    read from the frame of ``model.generate``, since to decode without them would surprise; where a
+    release has them elsewhere, a warning says that they are not seen. What a
     streamer gets is all tokens of a round at once. ``assistant_tokenizer`` cannot be read so:
     drafts are over the target's tokens.
 
@@ -164,6 +190,9 @@ def generate_fn(
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"generate_fn: a streamer shows one request, got {len(input_ids)}")
     processors, filters = _split(logits_processor, sampled=config.do_sample)
+    beams = config.num_beams or 1
+    if beams > 1:
+        input_ids, model_kwargs = _without_beams(input_ids, model_kwargs, beams)
     mask_name = "attention_mask"
     if model.config.is_encoder_decoder:
         model, draft_model = _encoded(model, draft_model, inputs_tensor, input_ids, model_kwargs)
@@ -181,7 +210,7 @@ def generate_fn(
         seeds=seeds,
         tree=tree,
         rule=rule,
-        logits_processor=[_by_request(processor) for processor in processors],
+        logits_processor=[_by_request(processor, beams) for processor in processors],
         eos_token_id=_ids(config._eos_token_tensor),
         stopping_criteria=[
             # These two are the loop's own.
@@ -189,9 +218,11 @@ def generate_fn(
             for c in stopping_criteria
             if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         ],
-        pad_token_id=next(iter(_ids(config._pad_token_tensor)), None),
+        pad_token_id=_padding(config, beams),
         static_cache=_is_static(model_kwargs.get("past_key_values")),
         padded_texts=True,  # min_new_tokens and their like count from the padded prompts' end
+        draft_beams=draft_beams,
+        **_of_beams(config, beams),
         **filters,
     )
     if streamer is None:
@@ -201,7 +232,42 @@ def generate_fn(
             result = decode(on_round=_both(show, on_round))
     if not config.return_dict_in_generate:
         return result.sequences
-    return SpeculativeOutput(result.sequences, result.statistics)
+    scores = result.scores if isinstance(result, GeneratedBeams) else None
+    logprobs = result.logprobs if isinstance(result, Generated) else None
+    return SpeculativeOutput(result.sequences, result.statistics, logprobs, scores)
+
+
+def _without_beams(
+    input_ids: Tensor, model_kwargs: dict[str, Any], beams: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Give one row of each request, of which transformers has made one for each beam."""
+    rows = torch.arange(0, len(input_ids), beams, device=input_ids.device)
+    kept: dict[str, Any] = {
+        name: value[rows] if isinstance(value, Tensor) and len(value) == len(input_ids) else value
+        for name, value in model_kwargs.items()
+    }
+    if "encoder_outputs" in kept:
+        kept["encoder_outputs"] = rows_of(kept["encoder_outputs"], rows)
+    return input_ids[rows], kept
+
+
+def _of_beams(config: Any, beams: int) -> dict[str, Any]:
+    """Return what a generation configuration says of beams; of one, nothing."""
+    if beams == 1:
+        return {}
+    return {
+        "num_beams": beams,
+        "length_penalty": 1.0 if config.length_penalty is None else config.length_penalty,
+        "early_stopping": config.early_stopping or False,
+        "num_return_sequences": config.num_return_sequences or 1,
+    }
+
+
+def _padding(config: Any, beams: int) -> int | None:
+    """Return what sequences are filled with: by a beam search of transformers, never token 0."""
+    ends = _ids(config._eos_token_tensor)
+    token = next(iter(_ids(config._pad_token_tensor)), None)
+    return ends[0] if beams > 1 and ends and not token else token
 
 
 @contextmanager
@@ -268,14 +334,28 @@ def _both(
 
 
 def _kept_back(model: Any) -> dict[str, Any]:
-    """Return what the running ``model.generate`` was given and hands to no function, if any."""
+    """Return what the running ``model.generate`` was given and hands to no function, if any.
+
+    It warns where that is not to be found, as another release of transformers may have it: what was
+    asked for would not be done, without a word.
+    """
     frame = inspect.currentframe()
+    found: dict[str, Any] = {}
     while frame is not None:
         # Of a model that this one drafts for, another `generate` may be running further out.
         if frame.f_code is _GENERATE and frame.f_locals.get("self") is model:
-            return {name: frame.f_locals.get(name) for name in ("assistant_model", "streamer")}
+            found = {name: frame.f_locals[name] for name in _KEPT_BACK if name in frame.f_locals}
+            break
         frame = frame.f_back
-    return {}
+    missing = [name for name in _KEPT_BACK if name not in found]
+    if missing:
+        warnings.warn(
+            f"generate_fn: cannot see {' and '.join(missing)} of {type(model).__name__}.generate, "
+            f"and goes on without (transformers {transformers.__version__}): give draft_model= and "
+            "on_round= in their place",
+            stacklevel=3,
+        )
+    return found
 
 
 def _drafting(
@@ -293,7 +373,8 @@ def _drafting(
     if len(given) > 1:
         raise ValueError(f"generate_fn: give one draft at most, got {' and '.join(given)}")
     if lookup is not None:
-        drafter = LookupDrafter(max_match=getattr(config, "max_matching_ngram_size", None) or 2)
+        longest = getattr(config, "max_matching_ngram_size", None) or 2
+        drafter = LookupDrafter(min_match=1, max_match=longest)  # a single token, as it is there
         return drafter, lookup if gamma is None else gamma
     return draft_model if assistant is None else assistant, 5 if gamma is None else gamma
 
@@ -303,7 +384,6 @@ def _encoded(
 ) -> tuple[Any, Any]:
     """Give both models what was encoded; a draft that is no encoder-decoder stays as it is."""
     from .decoding.drafters.block import BlockDrafter, is_block_model
-    from .decoding.encoder_decoder import encoded
 
     mask = model_kwargs.get("attention_mask")
     target = encoded(model, encoder_outputs=model_kwargs["encoder_outputs"], attention_mask=mask)
@@ -336,8 +416,8 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
         for name in ("use_mtp", "assistant_ensemble_weight")
         if getattr(config, name, None) not in (None, False)
     ]
-    if (config.num_beams or 1) > 1:
-        wanted.append(f"num_beams={config.num_beams}")
+    if (config.num_beams or 1) > 1 and config.do_sample:
+        wanted.append(f"do_sample=True with num_beams={config.num_beams}")
     prepared = _PREPARED
     if model.config.is_encoder_decoder:
         prepared = prepared | {"encoder_outputs", "decoder_attention_mask"}
@@ -390,17 +470,18 @@ def _split(given: Sequence[Any], *, sampled: bool) -> tuple[list[Any], dict[str,
     return processors, {"temperature": 1.0, **filters}
 
 
-def _by_request(processor: Any) -> Any:
+def _by_request(processor: Any, beams: int) -> Any:
     """Have ``prefix_allowed_tokens_fn`` asked only about texts that a request has or may get.
 
-    In a batch it would be asked about each row, and some rows show no text of their request.
+    In a batch it would be asked about each row, and some rows show no text of their request. Of a
+    beam search, each of a request's ``beams`` has a number of its own.
     """
     if type(processor) is not PrefixConstrainedLogitsProcessor:
         return processor
     allowed = processor._prefix_allowed_tokens_fn
 
     def process(request: int, ids: Tensor, scores: Tensor) -> Tensor:
-        one = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(request, text), 1)
+        one = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(request // beams, text), 1)
         processed: Tensor = one(ids, scores)
         return processed
 

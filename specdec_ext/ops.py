@@ -1150,8 +1150,8 @@ def beam_verify(
         target_logits holds log-probabilities, which are added as they are: those of a softmax that
         processors have changed since, as transformers does. With values above 0 only "subset" is
         exact.
-    backend : {"auto", "cpu", "triton", "reference"}
-        "auto" follows the tensors' device: Triton on GPUs. An explicit choice never falls back.
+    backend : {"auto", "cpu", "cuda", "triton", "reference"}
+        "auto" follows the tensors' device; an explicit choice never falls back.
 
     Returns
     -------

@@ -27,6 +27,7 @@ from specdec_ext.decoding import (
     NgramDrafter,
     StackedDrafter,
     StaticTree,
+    SuffixDrafter,
     UniformDrafter,
 )
 from specdec_ext.decoding.encoder_decoder import encoded
@@ -371,6 +372,7 @@ def _model(models: list[Any], case: Case, prompts: Prompts) -> Any:
 DRAFTERS: dict[str, Callable[[list[Any], Case, Prompts], Any]] = {
     "n-gram": lambda models, case, prompts: NgramDrafter(tiny.VOCABULARY, 2),
     "lookup": lambda models, case, prompts: LookupDrafter(),
+    "suffix": lambda models, case, prompts: SuffixDrafter(),
     "aggressive": lambda models, case, prompts: AggressiveDrafter(_sources(prompts)),
     "uniform": lambda models, case, prompts: UniformDrafter(tiny.VOCABULARY),
     "early exit": lambda models, case, prompts: EarlyExitDrafter(models[0], 1),

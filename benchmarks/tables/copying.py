@@ -26,8 +26,8 @@ def aggressive(reading: Reading) -> AggressiveDrafter:
 
 
 def lookup(reading: Reading) -> LookupDrafter:
-    """Draft a copy out of source and output."""
-    return LookupDrafter([reading.sentence.source])
+    """Draft a copy out of source and output; behind one token that matches, too, as theirs does."""
+    return LookupDrafter([reading.sentence.source], min_match=1)
 
 
 def ours(gamma: int) -> str:

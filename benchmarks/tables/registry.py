@@ -37,6 +37,7 @@ PAPER = {
 FOLLOWERS = {
     "report1": Entry("tables.report1", "models by themselves, beams (the report's Table 1)"),
     "report2": Entry("tables.report2", "large and small at gamma 3 and 7 (the report's Table 2)"),
+    "report3": Entry("tables.report3", "beams (the report's Algorithm 2 and Table 3)"),
     "report4": Entry("tables.report4", "gamma by gradient ascent (the report's Table 4)"),
     "report5": Entry("tables.report5", "hierarchy of three models (the report's Table 5)"),
     "kinds": Entry("tables.kinds", "draft kinds on one target (article 004)", sentences=16),
@@ -52,6 +53,10 @@ XIA = {
     "xia2": Entry("tables.xia", "all trained drafters (Xia, Table 2)", make="table2"),
     "xia3": Entry("tables.xia", "sizes of a block (Xia, Table 3)", make="table3"),
     "xia4": Entry("tables.xia", "beta and tau (Xia, Tables 4, 6)", make="table4"),
+    "xia5": Entry("tables.xia", "English texts, ROUGE (Xia, Table 5)", make="table5"),
+    "xia8": Entry("tables.xia_memory", "peak memory by batch (Xia, Tables 8, 9)"),
+    "xia15": Entry("tables.xia_energy", "energy, where there is a GPU (Xia, Table 15)"),
+    "xia_figure3": Entry("tables.xia_attention", "cross attention (Xia, Figure 3)"),
     "xia_figure5": Entry("tables.xia_figures", "batches (Xia, Figure 5)", make="figure5"),
     "xia_figure6": Entry("tables.xia_figures", "single sentences (Xia, Figure 6)", make="figure6"),
 }

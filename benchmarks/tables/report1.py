@@ -6,7 +6,7 @@ from typing import Any
 
 from tables import hosts
 from tables.decode import PLAIN, plain_way
-from tables.rows import ENGLISH, measure
+from tables.rows import ENGLISH, ROUGE_COLUMNS, measure
 from tables.shared import Bench, Column, Result
 
 BEAMS = 5
@@ -28,11 +28,6 @@ COLUMNS = [
     Column("chrf", "chrF", ".1f"),
     Column("report_seconds", "the report's seconds"),
     Column("report_bleu", "the report's BLEU", ".3f"),
-]
-ROUGE_COLUMNS = [
-    Column("rouge1", "ROUGE-1", ".1f"),
-    Column("rouge2", "ROUGE-2", ".1f"),
-    Column("rougeL", "ROUGE-L", ".1f"),
 ]
 
 

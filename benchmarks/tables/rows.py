@@ -45,6 +45,11 @@ COLUMNS = (
     Column("tokens_a_call", "tokens a call"),
     Column("speed", "speed"),
 )
+ROUGE_COLUMNS = [
+    Column("rouge1", "ROUGE-1", ".1f"),
+    Column("rouge2", "ROUGE-2", ".1f"),
+    Column("rougeL", "ROUGE-L", ".1f"),
+]
 QUALITY = (
     "BLEU and chrF are sacreBLEU's of all sentences together, in percent; the error of BLEU is the "
     "jackknife's."

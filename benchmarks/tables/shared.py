@@ -21,8 +21,8 @@ from specdec_ext.theory import Estimate, ratio
 FULL = {"sentences": 40, "tokens": 128, "text_tokens": 10_000}
 QUICK = {"sentences": 3, "tokens": 10, "text_tokens": 100}
 
-# Those of `benchmarks/tasks`.
-TASKS = ("translation", "summarisation", "correction")
+# Those of `benchmarks/tasks`, and what ``pair/seq2seq prepare translation --reverse`` makes.
+TASKS = ("translation-reverse", "translation", "summarisation", "correction")
 
 
 class Sentence(NamedTuple):

@@ -23,13 +23,10 @@ VANILLA, RELAXED = "block, vanilla", f"block, beta {BETA}, tau {TAU:g}"
 BINS = 12
 
 
-def seconds_of(
-    bench: Bench, sentences: Sequence[Sentence], model: Any, rule: str
-) -> tuple[int, float]:
-    """Decode a batch, with the drafter ``model`` or plainly; return tokens and seconds."""
-    ids = padded([sentence.source for sentence in sentences], PAD_ID)
+def decoded_batch(bench: Bench, sentences: Sequence[Sentence], model: Any, rule: str) -> int:
+    """Decode a batch, with the drafter ``model`` or plainly; return the number of tokens."""
+    ids = padded([sentence.source for sentence in sentences], PAD_ID).to(bench.device)
     source = {"input_ids": ids, "attention_mask": ids.ne(PAD_ID).long()}
-    begin = time.perf_counter()
     found = specdec_ext.generate(
         encoded(bench.target, **source),
         None if model is None else BlockDrafter(model, **source),
@@ -39,7 +36,15 @@ def seconds_of(
         rule=rule,
         **({"beta": BETA, "tau": TAU} if rule == "top_beta" else {}),
     )
-    return found.statistics.emitted, time.perf_counter() - begin
+    return found.statistics.emitted
+
+
+def seconds_of(
+    bench: Bench, sentences: Sequence[Sentence], model: Any, rule: str
+) -> tuple[int, float]:
+    """Decode a batch as `decoded_batch` does; return tokens and seconds."""
+    begin = time.perf_counter()
+    return decoded_batch(bench, sentences, model, rule), time.perf_counter() - begin
 
 
 @torch.inference_mode()

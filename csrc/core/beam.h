@@ -107,17 +107,14 @@ SPECDEC_HD bool may_decide(const BeamVerifyParams& p, const Beam* beams) {
 
 // ---- the tree ---
 
-// Bits of `status` that tokens and parents set. In an invalid tree nobody has a child.
-SPECDEC_HD int32_t beam_tree_status(const BeamVerifyParams& p, int64_t b) {
-  int32_t status = 0;
-  for (int64_t v = 0; v < p.nodes; ++v) {
-    const int64_t parent = load_id(p.parents, b, v);
-    if (v < p.width ? parent != -1 : !is_legal_node(v, parent)) return kInvalidTree;
-    if (parent < 0) continue;
-    const int64_t token = load_id(p.tokens, b, v);
-    if (token < -1 || token >= p.target.vocab) status = kInvalidDraftToken;
-  }
-  return status;
+// The bit of `status` that a node's token or parent sets. In an invalid tree nobody has a child,
+// and its tokens are not reported.
+SPECDEC_HD int32_t beam_node_status(const BeamVerifyParams& p, int64_t b, int64_t v) {
+  const int64_t parent = load_id(p.parents, b, v);
+  if (v < p.width ? parent != -1 : !is_legal_node(v, parent)) return kInvalidTree;
+  if (parent < 0) return 0;
+  const int64_t token = load_id(p.tokens, b, v);
+  return token < -1 || token >= p.target.vocab ? kInvalidDraftToken : 0;
 }
 
 // The lowest child of a node that has this token.

@@ -231,9 +231,15 @@ void clear_outputs(const BeamVerifyParams& p) {
   }
 }
 
+int32_t tree_status(const BeamVerifyParams& p, int64_t b) {
+  int32_t status = 0;
+  for (int64_t v = 0; v < p.nodes; ++v) status |= beam_node_status(p, b, v);
+  return status & kInvalidTree ? kInvalidTree : status;
+}
+
 void begin_request(const BeamVerifyParams& p, int64_t b, Scratch* scratch) {
   p.num_levels[b] = 0;
-  p.status[b] = beam_tree_status(p, b);
+  p.status[b] = tree_status(p, b);
   scratch->searches[b] = Search{&scratch->beams[b * p.width], 0, 0, false};
   for (int64_t i = 0; i < p.width; ++i) {
     float score = p.scores.data[b * p.scores.stride[0] + i * p.scores.stride[1]];

@@ -10,16 +10,16 @@ namespace specdec {
 
 struct Kernels {
 #define SPECDEC_FIELD(name, Name) void (*name)(const Name##Params&, const ThreadPool&);
-  SPECDEC_CPU_KERNELS(SPECDEC_FIELD)
+  SPECDEC_KERNELS(SPECDEC_FIELD)
 #undef SPECDEC_FIELD
 };
 
 #define SPECDEC_DECLARE(name, Name) void name(const Name##Params&, const ThreadPool&);
 #define SPECDEC_NAME(name, Name) name,
-#define SPECDEC_DECLARE_KERNELS(isa)                             \
-  namespace isa {                                                \
-  SPECDEC_CPU_KERNELS(SPECDEC_DECLARE)                           \
-  constexpr Kernels kKernels{SPECDEC_CPU_KERNELS(SPECDEC_NAME)}; \
+#define SPECDEC_DECLARE_KERNELS(isa)                         \
+  namespace isa {                                            \
+  SPECDEC_KERNELS(SPECDEC_DECLARE)                           \
+  constexpr Kernels kKernels{SPECDEC_KERNELS(SPECDEC_NAME)}; \
   }
 
 SPECDEC_DECLARE_KERNELS(baseline)

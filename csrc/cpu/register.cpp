@@ -168,7 +168,7 @@ SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
   using namespace specdec;
 #define SPECDEC_IMPLEMENT(name, Name) \
   m.impl(#name, Operator<check_##name, run<&Kernels::name, Name##Call>>::boxed);
-  SPECDEC_CPU_KERNELS(SPECDEC_IMPLEMENT)
+  SPECDEC_KERNELS(SPECDEC_IMPLEMENT)
 #undef SPECDEC_IMPLEMENT
   m.impl("_verify_sharded", Operator<check_verify_sharded, run_sharded>::boxed);
 }

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "../core/tree.h"
+#include "suffix_trie.h"
 #include "text_search.h"
 
 namespace py = pybind11;
@@ -61,24 +62,36 @@ PYBIND11_MODULE(_host, m) {
   m.def("contract", &contract,
         "The rules, status bits, kinds, domains and the greedy threshold as C++ has them.");
 
+  using specdec::Growth;
   using specdec::InputMatcher;
-  using specdec::RepeatFinder;
+  using specdec::SuffixTrie;
   using Tokens = const std::vector<int64_t>&;
   // module_local: a process may hold two builds of this module.
-  py::class_<RepeatFinder>(m, "RepeatFinder",
-                           "The longest suffix of a growing text that occurred in it before.",
-                           py::module_local())
+  py::class_<Growth>(m, "Growth", "What a SuffixTrie proposes, level by level.", py::module_local())
+      .def_readonly("tokens", &Growth::tokens)
+      .def_readonly("parents", &Growth::parents,
+                    "An earlier node of each, -1: the end of the context.")
+      .def_readonly("survivals", &Growth::survivals,
+                    "The estimated probability that a node and its ancestors are accepted.")
+      .def_readonly("expected", &Growth::expected, "The sum of all survivals.")
+      .def_readonly("text", &Growth::text,
+                    "The text in which the first token was seen last; -1: none that is held.");
+  py::class_<SuffixTrie>(m, "SuffixTrie",
+                         "What followed each piece of up to max_match tokens of some texts, and "
+                         "how often.",
+                         py::module_local())
       .def(py::init<int64_t>(), py::arg("max_match"))
-      .def("append", &RepeatFinder::append, py::arg("tokens"))
-      .def("continuation", &RepeatFinder::continuation, py::arg("count"), py::arg("min_match"),
-           "Up to count tokens that came after the match's latest occurrence, if the match has "
-           "min_match tokens.")
-      .def("__len__", &RepeatFinder::size)
-      .def_property_readonly("match_length", &RepeatFinder::match_length)
-      .def_property_readonly("match_end", &RepeatFinder::match_end,
-                             "Index of the latest occurrence's last token; -1: no match.")
-      .def_property_readonly("visits", &RepeatFinder::visits,
-                             "States visited so far: what is O(1) a token.");
+      .def("append", &SuffixTrie::append, py::arg("tokens"))
+      .def("close", &SuffixTrie::close, "End the text that grows; its number.")
+      .def("drop", &SuffixTrie::drop, py::arg("number"), "Forget a text that was closed.")
+      .def("grow", &SuffixTrie::grow, py::arg("context"), py::kw_only(), py::arg("nodes"),
+           py::arg("depth"), py::arg("breadth"), py::arg("min_match"), py::arg("least"),
+           py::arg("any_length"),
+           "Up to so many tokens that are likely to follow a context, as a tree.")
+      .def("__len__", &SuffixTrie::size, "Tokens of all texts that are held.")
+      .def_property_readonly("nodes", &SuffixTrie::nodes)
+      .def_property_readonly("visits", &SuffixTrie::visits,
+                             "Nodes visited so far: what is O(max_match) a token.");
   py::class_<InputMatcher>(m, "InputMatcher",
                            "The longest suffix of a growing output that occurs in an input.",
                            py::module_local())

@@ -38,12 +38,10 @@ class SuffixAutomaton {
   int64_t states() const { return static_cast<int64_t>(states_.size()); }
   int64_t visits() const { return visits_; }
 
-  // An end of the state's substrings, as an index into the text: the first, until it is set. A
-  // state that splits hands it on.
+  // The first end of the state's substrings, as an index into the text. A state that splits hands
+  // it on.
   int64_t end(int64_t state) const { return states_[state].end; }
-  void set_end(int64_t state, int64_t end) { states_[state].end = end; }
 
-  int64_t link(int64_t state) const { return states_[state].link; }
   bool occurs_once(int64_t state) const { return !states_[state].is_linked_to; }
 
   // Lengthen the match by a token, after dropping as much of its front as that needs: the longest
@@ -58,17 +56,6 @@ class SuffixAutomaton {
       match = {state.link, states_[state.link].length};
       ++visits_;
     }
-  }
-
-  // Drop the front of the match, if it is longer than this; find its state again, which may have
-  // split since.
-  Match shorten(Match match, int64_t length) {
-    if (match.length > length) match.length = length;
-    while (match.state > 0 && match.length <= states_[states_[match.state].link].length) {
-      match.state = states_[match.state].link;
-      ++visits_;
-    }
-    return match;
   }
 
   void append(int64_t token) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../cpu/kernels.h"
+#include "../host/suffix_trie.h"
 #include "../host/text_search.h"
 
 namespace specdec {
@@ -642,19 +643,30 @@ void run_text_search(uint64_t cases) {
     const auto any_token = [&] {
       return c.wild ? c.random.pick<int64_t>({INT64_MIN, -1, 0, INT64_MAX}) : c.random.below(3);
     };
-    RepeatFinder finder(1 + c.random.below(8));
-    std::vector<int64_t> text, output;
+    SuffixTrie trie(1 + c.random.below(8));
+    std::vector<int64_t> text, output, closed;
     for (int64_t n = c.random.below(60); n > 0; --n) {
       text.push_back(any_token());
-      finder.append({text.back()});
-      const int64_t length = finder.match_length(), end = finder.match_end();
-      require(length == 0 || (end < finder.size() - 1 && is_suffix(text, end, length, text)),
-              "RepeatFinder: no repeat");
-      const size_t count = static_cast<size_t>(c.random.below(80));
-      const bool copies = length >= 2;
-      require(finder.continuation(static_cast<int64_t>(count), 2).size() == (copies ? count : 0),
-              "RepeatFinder: a copy of the wrong size");
+      trie.append({text.back()});
+      const int64_t nodes = c.random.below(20), depth = c.random.below(9);
+      const Growth found = trie.grow(text, nodes, depth, 1 + c.random.below(3), 1,
+                                     c.random.below(2) ? 0.2 : 0.0, c.random.below(2) > 0);
+      require(static_cast<int64_t>(found.tokens.size()) <= nodes, "SuffixTrie: too many nodes");
+      for (size_t i = 0; i < found.tokens.size(); ++i) {
+        require(found.parents[i] < static_cast<int64_t>(i),
+                "SuffixTrie: a child before its parent");
+      }
+      if (c.random.below(9) == 0) closed.push_back(trie.close());
+      if (!closed.empty() && c.random.below(9) == 0) {
+        const size_t which =
+            static_cast<size_t>(c.random.below(static_cast<int64_t>(closed.size())));
+        trie.drop(closed[which]);
+        closed.erase(closed.begin() + static_cast<int64_t>(which));
+      }
     }
+    closed.push_back(trie.close());
+    for (const int64_t number : closed) trie.drop(number);
+    require(trie.size() == 0 && trie.nodes() == 1, "SuffixTrie: something stays of dropped texts");
     InputMatcher matcher(text);
     for (int64_t n = c.random.below(60); n > 0; --n) {
       output.push_back(any_token());

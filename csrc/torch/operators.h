@@ -13,15 +13,11 @@
   OPERATOR(acceptance, Acceptance)  \
   OPERATOR(uniforms, Uniforms)      \
   OPERATOR(tree_mask, TreeMask)     \
-  OPERATOR(compact_kv, CompactKv)
-
-// The same for every operator with C++ kernels for CPUs; what is more here GPUs run in Triton.
-#define SPECDEC_CPU_KERNELS(OPERATOR) \
-  SPECDEC_KERNELS(OPERATOR)           \
+  OPERATOR(compact_kv, CompactKv)   \
   OPERATOR(beam_verify, BeamVerify)
 
 // The same for every operator. The last has no kernels in C++: see specdec_ext/attention.py and
 // specdec_ext/triton.
 #define SPECDEC_OPERATORS(OPERATOR) \
-  SPECDEC_CPU_KERNELS(OPERATOR)     \
+  SPECDEC_KERNELS(OPERATOR)         \
   OPERATOR(tree_attention, TreeAttention)

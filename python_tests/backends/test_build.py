@@ -148,7 +148,6 @@ def test_backend_is_resolved():
     [
         # torch.ops would find Triton's kernels in the place of CUDA's.
         ("tree_attention", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
-        ("beam_verify", "cuda", "cuda", "has no kernels for it, only cpu, triton, reference"),
     ],
 )
 def test_operators_that_a_backend_lacks(op, name, device, message):
@@ -391,10 +390,8 @@ ONLY_ON_THE_HOST = {
     # A block does these with its threads side by side (chain.cuh, cutoff.cuh, tile.cuh, tree.cuh).
     *("open_request", "radix_descend", "tile_groups", "tree_size"),
     *("open_tree", "link_children", "has_valid_kinds", "find_reachable"),
-    # beam_verify has no CUDA C++ kernel yet.
-    *("is_live", "is_missing", "goes_before", "offer_score", "tied_from", "count_finished"),
-    *("best_missing", "is_decided", "may_decide", "beam_tree_status", "child_of", "is_eos"),
-    "is_first_eos",
+    # The same of offers (beam_verify.cu), which are numbers there.
+    *("count_finished", "is_decided"),
 }
 
 

@@ -12,12 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 import fibres
 import pytest
 import torch
+from beam_inputs import assert_like, make_inputs
 from test_memory import FAR, FENCED
 
+import specdec_ext
 from specdec_ext._fake import FAKES
 from specdec_ext.backend import has_kernels
 from specdec_ext.contract import CHAIN_RULES as RULES
-from specdec_ext.contract import TREE_RULES, VerifyResult, VerifyTreeResult, rule_names
+from specdec_ext.contract import (
+    TREE_RULES,
+    BeamVerifyResult,
+    VerifyResult,
+    VerifyTreeResult,
+    rule_names,
+)
 from specdec_ext.testing import assert_trees_match, make_case, make_tree_case
 
 WARP = 32
@@ -343,6 +351,18 @@ def test_order_of_blocks_changes_nothing_in_trees(threads, rule):
         assert_same(found, expected)
 
 
+@threads_of_a_block
+def test_order_of_blocks_changes_nothing_in_beams(threads):
+    # Several tiles; whichever block of a level comes last decides it.
+    inputs = make_inputs(5, batch=3, width=4, gamma=2, vocab=3 * 16 * threads)
+    operators = fibres.operators(threads)
+    expected = operators.beam_verify(**inputs)
+    assert_like(BeamVerifyResult(*expected), specdec_ext.beam_verify(**inputs))
+    for seed in range(3):
+        fibres.seed(threads, seed)
+        assert_same(operators.beam_verify(**inputs), expected)
+
+
 def test_calls_from_several_python_threads():
     operators = fibres.operators(32)
     cases = [make_case(seed, batch=3, gamma=2, vocab=97, philox=True) for seed in range(6)]
@@ -426,6 +446,13 @@ def test_trees_launch_five_times(rule):
     reduced = tree_of(rule, draft_vocab=50, draft_token_ids=torch.arange(50))
     assert launches("verify_tree", **reduced) == (7 if rule in READ_DRAFT_LAW else 5)
     assert launches("verify_tree", **tree_of(rule, batch=0)) == 0
+
+
+def test_launches_of_beams():
+    """One to begin, the scan, and one a level."""
+    for gamma in (0, 3):
+        assert launches("beam_verify", **make_inputs(0, gamma=gamma)) == 3 + gamma
+    assert launches("beam_verify", **make_inputs(0, batch=0)) == 0
 
 
 def test_launches_of_other_operators_under_masks_and_maps():

@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 import torch
 from generate_models import TableModel, pair, tables
+from spec_drafters import spec_drafter
 from torch import nn
 
 import specdec_ext
 from specdec_ext.decoding import (
     AggressiveDrafter,
     BanditDrafter,
+    BlockDrafter,
     ConfidenceStop,
     Draft,
+    EagleDrafter,
     EarlyExitDrafter,
     EntropyBound,
     FixedGamma,
     GradientAscent,
     GrownTree,
+    HeadsDrafter,
     HeuristicGamma,
     HierarchicalDrafter,
     LookupDrafter,
@@ -31,10 +35,13 @@ from specdec_ext.decoding import (
     RenewalRule,
     StackedDrafter,
     StaticTree,
+    SuffixDrafter,
     UniformDrafter,
     checks,
     sequoia_tree,
 )
+from specdec_ext.models.eagle import EagleHead, EagleHeadConfig
+from specdec_ext.models.heads import MedusaHeads, MedusaHeadsConfig
 
 IDS = torch.tensor([[1, 2], [3, 0]])
 TREE = StaticTree.from_widths((2, 1))
@@ -480,6 +487,12 @@ CONSTRUCTORS = {
         for name in ("start_at", "alpha", "beta1", "beta2", "epsilon")
     },
     LookupDrafter: {"min_match": (*NOT_INTS, 0, 17), "max_match": (*NOT_INTS, 0, 2**63)},
+    SuffixDrafter: {
+        "min_match": (*NOT_INTS, 0, 17),
+        "max_match": (*NOT_INTS, 0, 1025),
+        "least": (*NOT_NUMBERS, *NOT_FINITE, 1.5),
+        "memory": (*NOT_INTS, -1),
+    },
     NgramDrafter: {
         "vocab_size": (*NOT_INTS, 0, -1),
         "order": (*NOT_INTS, 0),
@@ -491,6 +504,14 @@ CONSTRUCTORS = {
     UniformDrafter: {"vocab_size": (*NOT_INTS, 0, -1)},
     AggressiveDrafter: {"inputs": (*NOT_TEXTS, {1: [1]})},
     EarlyExitDrafter: {"layers": (*NOT_INTS, 0, 3)},
+    BlockDrafter: {
+        "model": (3, None, "ab", MODEL),
+        "input_ids": (3, None, [[2, 3]], torch.tensor([2, 3]), torch.tensor([[2.0, 3.0]])),
+        "attention_mask": (3, [[1, 1]], torch.ones(1, 3), torch.ones(2)),
+        "block_size": (*(wrong for wrong in NOT_INTS if wrong is not None), 0, 4),
+    },
+    HeadsDrafter: {"heads": (3, None, "ab", MODEL)},
+    EagleDrafter: {"head": (3, None, "ab", MODEL)},
     HierarchicalDrafter: {
         "gamma": (*NOT_INTS, 0, 65_535, FixedGamma),
         "rule": ("coupled", None, 3),
@@ -530,6 +551,7 @@ REQUIRED = {
     UniformDrafter: {"vocab_size": 5},
     BanditDrafter: {"costs": [0.0]},
     HierarchicalDrafter: {"model": MODEL, "draft": MODEL},
+    BlockDrafter: {"model": spec_drafter(5, 3), "input_ids": torch.tensor([[2, 3]])},
     StaticTree: {"parents": (-1, 0)},
     StaticTree.from_widths: {"widths": (2, 1)},
     sequoia_tree: {"acceptance": [0.5, 0.2], "nodes": 4},
@@ -562,6 +584,7 @@ def test_constructors_take_numbers_of_numpy_and_torch():
             EntropyBound(two, half, half), GradientAscent(half, two, limit=two, steps=two),
             RenewalRule(two, half, memory=two, probe=two + 1), MovingThreshold(half, alpha=half),
             LookupDrafter(min_match=two, max_match=two), UniformDrafter(two),
+            SuffixDrafter(min_match=two, max_match=two, least=half, memory=two),
             NgramDrafter(two, two, smoothing=half, texts=[np.array([1, 0]), torch.tensor([1])]),
             AggressiveDrafter([np.array([1, 0]), torch.tensor([1]), (two,)]),
             HierarchicalDrafter(MODEL, MODEL, two, refill=np.bool_(True)),
@@ -580,22 +603,31 @@ def test_constructors_take_numbers_of_numpy_and_torch():
 
 
 @pytest.mark.parametrize("name", [
-    "model", "none", "lookup", "ngram", "uniform", "aggressive", "stacked", "bandit", "hierarchy",
-    "tree", "grown", "policy", "mask", "lists",
+    "model", "none", "lookup", "suffix", "suffix tree", "ngram", "uniform", "aggressive", "stacked",
+    "bandit", "hierarchy", "block", "heads", "eagle", "tree", "grown", "policy", "mask", "lists",
 ])  # fmt: skip
 def test_an_empty_batch(name):
     target, draft = pair()
     ids = torch.zeros(0, 3, dtype=torch.long)
+    width = target.config.hidden_size
+    sizes = {"vocab_size": 67, "hidden_size": width}
+    heads = MedusaHeads(MedusaHeadsConfig(**sizes, num_heads=2))
+    head = EagleHead(EagleHeadConfig(**sizes, intermediate_size=8, num_attention_heads=2))
     options = {
         "model": {},
         "none": {"draft": None},
         "lookup": {"draft": LookupDrafter()},
+        "suffix": {"draft": SuffixDrafter()},
+        "suffix tree": {"draft": SuffixDrafter(), "tree": GrownTree(4, 2)},
         "ngram": {"draft": NgramDrafter(67)},
         "uniform": {"draft": UniformDrafter(67)},
         "aggressive": {"draft": AggressiveDrafter([])},
         "stacked": {"draft": StackedDrafter(LookupDrafter(), draft)},
         "bandit": {"draft": BanditDrafter(LookupDrafter(), draft, costs=None)},
         "hierarchy": {"draft": HierarchicalDrafter(draft, draft)},
+        "block": {"draft": BlockDrafter(spec_drafter(67, 3), ids)},
+        "heads": {"draft": HeadsDrafter(heads)},
+        "eagle": {"draft": EagleDrafter(head)},
         "tree": {"tree": TREE},
         "grown": {"tree": GrownTree(4, 2)},
         "policy": {"gamma": RenewalRule()},

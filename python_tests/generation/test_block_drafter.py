@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from enumerated_drafts import PROMPT, Round, check_lossless
 from generate_models import TableModel, joint_law, tables
 from spec_drafters import spec_drafter
 from test_encoder_decoder import inputs_of, models, plain, start
@@ -13,7 +14,7 @@ from test_generate_law import ALPHA, chi_square
 from transformers.modeling_outputs import BaseModelOutput
 
 import specdec_ext
-from specdec_ext import hf, ops
+from specdec_ext import hf
 from specdec_ext.decoding import (
     BlockDrafter,
     ConfidenceStop,
@@ -25,10 +26,9 @@ from specdec_ext.decoding import (
     StackedDrafter,
 )
 from specdec_ext.decoding.encoder_decoder import encoded
-from specdec_ext.testing.exact import exact_law, step_law
 
 RULES = ["block", "token"]
-VOCABULARY, GAMMA = 3, 2
+VOCABULARY = 3
 
 
 # --- the law ------------------------------------------------------------------------------------
@@ -42,62 +42,9 @@ class Penalty:
         return torch.where(there, scores - 1.5, scores)
 
 
-def enumerated_draft(drafter_of, monkeypatch, process=None):
-    """Return the rows that a drafter passes on, and the laws that it draws from, as tables.
-
-    `specdec_ext.sample` is given uniforms instead of seeds, row by row, and the steps of each token
-    in its uniform are found by bisection. ``[V] * d + [V]`` of both, d = 0 .. gamma - 1: after
-    every draft of d tokens.
-    """
-    forced: list[torch.Tensor] = []  # a row's uniforms, of the call that is running
-    sample = ops.sample
-
-    def from_uniforms(logits, *, seeds, positions, draft_index, domain, stream, **filters):
-        return sample(logits, uniforms=forced[0][:, draft_index], **filters)
-
-    monkeypatch.setattr(ops, "sample", from_uniforms)
-
-    def propose(uniforms):
-        rows = len(uniforms)
-        forced[:] = [uniforms]
-        drafter = drafter_of(rows)
-        ids = torch.tensor([[1, 2]]).repeat(rows, 1)
-        zeros = torch.zeros(rows, dtype=torch.int64)
-        drafter.start(Requests(ids, None, zeros + 9, 0, zeros, {}, False, True, process=process))
-        return drafter.propose(GAMMA, zeros + 2)
-
-    passed, drawn = [], []
-    contexts = torch.full((1, GAMMA), 0.5, dtype=torch.float64)  # uniforms that give each draft
-    for depth in range(GAMMA):
-        shape = [VOCABULARY] * depth + [VOCABULARY]
-        passed.append(propose(contexts).logits[:, depth].reshape(shape))
-
-        def token(row, u, depth=depth, contexts=contexts):
-            uniforms = contexts[row].clone()
-            uniforms[:, depth] = u
-            return propose(uniforms).tokens[:, depth]
-
-        law = torch.zeros(len(contexts), VOCABULARY, dtype=torch.float64)
-        for (row, x), mass in step_law(token, len(contexts), bits=30).items():
-            law[row, x] = mass
-        drawn.append(law.reshape(shape))
-        ends = law.cumsum(1)
-        middle = (ends - law / 2).reshape(-1)
-        contexts = contexts.repeat_interleave(VOCABULARY, 0)
-        contexts[:, depth] = middle
-    monkeypatch.undo()
-    return passed, drawn
-
-
 def enumerated_law(drafter_of, monkeypatch, rule, process=None):
     """Exact law of a round of a drafter and `specdec_ext.verify`, over drafts, coins and draws."""
-    passed, drawn = enumerated_draft(drafter_of, monkeypatch, process)
-    generator = torch.Generator().manual_seed(2)
-    target = [
-        1.5 * torch.randn([VOCABULARY] * (depth + 1), generator=generator)
-        for depth in range(GAMMA + 1)
-    ]
-    return exact_law(specdec_ext.verify, target, passed, drawn=drawn, rule=rule)
+    return Round(drafter_of, VOCABULARY, process=process).law(monkeypatch, rule)
 
 
 def of_batch(kind=BlockDrafter, **options):
@@ -107,7 +54,7 @@ def of_batch(kind=BlockDrafter, **options):
 
 def processed(logits, drafted, emitted=None):
     """What the loop does to a drafter's rows: after each, the processor sees what was drafted."""
-    ids = torch.cat([torch.tensor([[1, 2]]).repeat(len(drafted), 1), drafted], 1)
+    ids = torch.cat([torch.tensor([PROMPT]).repeat(len(drafted), 1), drafted], 1)
     return Penalty()(ids, logits[:, 0])[:, None]
 
 
@@ -115,9 +62,7 @@ def processed(logits, drafted, emitted=None):
 @pytest.mark.parametrize("rule", RULES)
 def test_exact_law(monkeypatch, rule, process):
     """Slots are independent given the prefix: their marginals are the q of every lossless rule."""
-    law = enumerated_law(of_batch(), monkeypatch, rule, process)
-    assert law.tv < 1e-6 and law.status == 0  # uniforms were bisected to 2^-30
-    assert law.mean_accepted > 0.3
+    check_lossless(enumerated_law(of_batch(), monkeypatch, rule, process))
 
 
 class NeighbouringRow(BlockDrafter):
@@ -233,13 +178,13 @@ class Oracle:
         state.select = select
         return state
 
-    def draft_block(self, state, tokens, new, block_size):
-        logits = torch.zeros(len(state.texts), block_size, 67)
+    def draft_block(self, state, tokens, new, block_size, wanted):
+        logits = torch.zeros(len(state.texts), wanted, 67)
         for b, text in enumerate(state.texts):
             said = tokens[b, : new.host[b]].tolist()
             assert text[state.known[b] : state.known[b] + len(said)] == said
             state.known[b] += len(said)
-            for i in range(block_size):
+            for i in range(wanted):
                 at = state.known[b] + i
                 right = text[at] if at < len(text) else 0
                 logits[b, i, right if at % 5 else (right + 1) % 67] = 5.0
@@ -270,13 +215,13 @@ def test_a_round_is_one_call():
     """On what is new and the slots: never on the prefix, which is cached."""
     model = spec_drafter(4, block_size=3)
     seen = []
-    predict = model._predict
+    decode = model._decode
 
     def counted(embeddings, *rest):
         seen.append(embeddings.shape[1])
-        return predict(embeddings, *rest)
+        return decode(embeddings, *rest)
 
-    model._predict = counted
+    model._decode = counted
     target, _ = tables(4)
     drafter = BlockDrafter(model, torch.tensor([[2, 3, 1]]))
     bursts = []
@@ -410,13 +355,13 @@ class NearlyTheTarget:
         state.select = select
         return state
 
-    def draft_block(self, state, tokens, new, block_size):
+    def draft_block(self, state, tokens, new, block_size, wanted):
         for text, said, count in zip(state.texts, tokens.tolist(), new.host, strict=True):
             text += said[:count]
         generators = [torch.Generator().manual_seed(len(text)) for text in state.texts]
         ahead = [list(text) for text in state.texts]
         found = []
-        for _ in range(block_size):
+        for _ in range(wanted):
             width = max(map(len, ahead))
             ids = torch.tensor([text + [0] * (width - len(text)) for text in ahead])
             outputs = BaseModelOutput(last_hidden_state=state.states)

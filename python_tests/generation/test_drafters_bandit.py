@@ -278,13 +278,13 @@ class Clocked(UniformDrafter):
 
 
 def test_rounds_are_timed_where_no_costs_are_given():
-    """Two drafters of equal tokens; the first round of the cheaper one is slow."""
+    """Two drafters of equal tokens; the first round, which runs the prompts, is slow."""
     target, _ = tables(4)
-    now = [0.0]
+    now, calls = [0.0], itertools.count()
     drafters = Clocked(4, 2.0, now), Clocked(4, 1.0, now)
 
     def clock():
-        now[0] += 1.0  # the target's call
+        now[0] += 100.0 if next(calls) == 1 else 1.0  # the target's call
         return now[0]
 
     drafter = BanditDrafter(*drafters, costs=None, clock=clock)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from generate_models import TableModel, pair, prompts, tables
 from spec_drafters import spec_drafter
-from test_generate_law import ALPHA, p_value
+from test_generate_law import ALPHA, chi_square, p_value
+from test_generate_tree import ConstantModel
 
 import specdec_ext
 from specdec_ext.decoding import (
@@ -14,11 +15,14 @@ from specdec_ext.decoding import (
     BanditDrafter,
     BlockDrafter,
     Draft,
+    GrownTree,
     LookupDrafter,
     NgramDrafter,
     NoDrafter,
     Requests,
     StackedDrafter,
+    StaticTree,
+    SuffixDrafter,
     UniformDrafter,
 )
 from specdec_ext.decoding.counts import Counts
@@ -33,6 +37,11 @@ DRAWS_BY_ROW = 3_000  # of the drafters that take longer, row by row or by a mod
 DRAFTERS = {
     "lookup": lambda draft, v, b: LookupDrafter(),
     "lookup, inputs": lambda draft, v, b: LookupDrafter([[3, 1, 2, 0, 1, 2]] * b),
+    "suffix": lambda draft, v, b: SuffixDrafter(least=0.1),
+    "suffix, store": lambda draft, v, b: remembering(
+        SuffixDrafter([[3, 1]] * b, least=0.0), [1, 2, 0, 1, 2], [3, 1, 2, 0]
+    ),
+    "suffix, model": lambda draft, v, b: StackedDrafter(SuffixDrafter(), draft),
     "aggressive": lambda draft, v, b: AggressiveDrafter([[3, 1, 2, 0, 1, 2]] * b),
     "aggressive prompt": lambda draft, v, b: AggressiveDrafter(),
     "uniform": lambda draft, v, b: UniformDrafter(v),
@@ -42,7 +51,7 @@ DRAFTERS = {
     "likeliest": lambda draft, v, b: NgramDrafter(v, 2, sampled=False),
     "lookup, model": lambda draft, v, b: StackedDrafter(LookupDrafter(min_match=2), draft),
     "lookup, then model": lambda draft, v, b: StackedDrafter(
-        LookupDrafter(max_match=1), draft, continued=True
+        LookupDrafter(min_match=1, max_match=1), draft, continued=True
     ),
     "aggressive, lookup, bigram": lambda draft, v, b: StackedDrafter(
         AggressiveDrafter(), LookupDrafter(min_match=2), NgramDrafter(v)
@@ -59,6 +68,12 @@ DRAFTERS = {
         LookupDrafter(), draft, UniformDrafter(v), costs=[0.0, 0.2, 0.0], memory=9
     ),
 }
+
+
+def remembering(drafter, *texts):
+    for text in texts:
+        drafter.remember(text)
+    return drafter
 
 
 def start(drafter, ids, *, greedy=True, needs_law=False, seeds=None, mask=None):
@@ -181,7 +196,7 @@ class KindlessStack(StackedDrafter):
         SoftLookup(),
         HastyNgram(4),
         StackedDrafter(FussyDrafter(4), LookupDrafter()),
-        KindlessStack(LookupDrafter(max_match=1), NgramDrafter(4), continued=True),
+        KindlessStack(LookupDrafter(min_match=1, max_match=1), NgramDrafter(4), continued=True),
     ],
     ids=lambda drafter: type(drafter).__name__,
 )
@@ -251,9 +266,28 @@ def test_lookup_continues_a_period():
     assert drafter.propose(7, positions).tokens.tolist() == [[1, 2, 3, 1, 2, 3, 1]]
 
 
+def test_lookup_goes_by_evidence_before_recency():
+    drafter = LookupDrafter()
+    text = [1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]
+    positions = start(drafter, [text])
+    assert drafter.propose(1, positions).tokens.tolist() == [[3]]  # twice; 4 came last, but once
+    positions = start(drafter, [[1, 2, 3, 0, 1, 2, 4, 0, 1, 2]])
+    assert drafter.propose(1, positions).tokens.tolist() == [[4]]  # of equals the last
+    # The longest match decides, whatever followed shorter ones more often.
+    positions = start(drafter, [[5, 1, 2, 7, 0, 1, 2, 3, 0, 1, 2, 3, 0, 5, 1, 2]])
+    assert drafter.propose(1, positions).tokens.tolist() == [[7]]
+
+
+def test_lookup_does_not_go_by_a_single_token():
+    positions = start(drafter := LookupDrafter(), [[1, 2, 3, 1]])
+    assert drafter.propose(3, positions).tokens.shape == (1, 0)
+    positions = start(drafter := LookupDrafter(min_match=1), [[1, 2, 3, 1]])
+    assert drafter.propose(3, positions).tokens.tolist() == [[2, 3, 1]]
+
+
 def test_padding_is_no_text():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    drafter = LookupDrafter()
+    drafter = LookupDrafter(min_match=1)
     positions = start(drafter, [[8, 8, 7, 8], [8, 8, 7, 8]], mask=mask)
     assert drafter.propose(2, positions).tokens.tolist() == [[-1, -1], [7, 8]]
 
@@ -262,7 +296,7 @@ def test_lookup_reads_its_inputs_before_the_prompts():
     """What is proposed is what it would be if the input were part of the prompt."""
     inputs = [[5, 6, 7, 8, 5, 6], [9, 1, 9, 2]]
     prompts = [[0, 7], [0, 9]]
-    given, whole = LookupDrafter(inputs), LookupDrafter()
+    given, whole = LookupDrafter(inputs, min_match=1), LookupDrafter(min_match=1)
     positions = start(given, prompts)
     start(whole, [[5, 6, 7, 8, 5, 6, 0, 7], [3, 3, 9, 1, 9, 2, 0, 9]])
     for tokens in ([[8, 5], [2, 0]], [[5, 6], [9, 1]]):
@@ -276,6 +310,98 @@ def test_lookup_reads_its_inputs_before_the_prompts():
     assert torch.equal(
         given.propose(3, positions[1:]).tokens, whole.propose(3, positions[1:]).tokens
     )
+
+
+def test_suffix_drafts_are_as_long_as_they_survive():
+    """Behind m tokens that occurred once, token j survives with (m + 1) / (m + j + 1)."""
+    for match, least, length in ((1, 0.5, 2), (3, 0.5, 4), (1, 0.25, 6), (3, 0.7, 1), (5, 0.9, 0)):
+        text = list(range(30))
+        positions = start(drafter := SuffixDrafter(least=least), [[*text, 99, *text[:match]]])
+        assert drafter.propose(20, positions).tokens.shape[1] == length
+        assert drafter.propose(1, positions).tokens.shape[1] == min(length, 1)
+
+
+def test_suffix_weighs_long_matches_against_frequent_ones():
+    # "9 1" went on with 8 and with 5, "1" with 3 in twenty cases of twenty-two.
+    text = [9, 1, 8, 0, 9, 1, 5, 0, *([1, 3, 4] * 20), 9, 1]
+    positions = start(drafter := SuffixDrafter(least=0.5), [text])
+    assert drafter.propose(1, positions).tokens.tolist() == [[3]]
+    positions = start(drafter := LookupDrafter(), [text])
+    assert drafter.propose(1, positions).tokens.tolist() == [[5]]
+    # Had it gone on in one way only, that would survive best: 3/4 against 20/21 times 2/3.
+    positions = start(drafter := SuffixDrafter(least=0.5), [text[4:]])
+    assert drafter.propose(1, positions).tokens.tolist() == [[5]]
+
+
+def test_suffix_store_forgets_what_was_used_longest_ago():
+    drafter = remembering(SuffixDrafter(memory=9), [1, 2, 3], [4, 5, 6], [7, 8, 9])
+
+    def proposed(*prompt):
+        return drafter.propose(1, start(drafter, [list(prompt)])).tokens.flatten().tolist()
+
+    assert [proposed(1, 2), proposed(4, 5), proposed(7, 8)] == [[3], [6], [9]]
+    proposed(1, 2)  # so 4 5 6 is the one that was not used for the longest time
+    drafter.remember([10, 11])
+    assert [proposed(4, 5), proposed(10)] == [[], [11]]
+    assert [proposed(7, 8), proposed(1, 2)] == [[9], [3]]
+    drafter.remember(torch.arange(20, 40))  # the end of what is longer, and no other
+    assert [proposed(10), proposed(7, 8), proposed(1, 2), proposed(20)] == [[], [], [], []]
+    assert proposed(31) == [32]
+    drafter = remembering(SuffixDrafter(memory=0), [1, 2, 3])
+    assert drafter.propose(1, start(drafter, [[1, 2]])).tokens.shape == (1, 0)
+
+
+def test_suffix_store_takes_in_what_was_emitted_when_the_next_generation_begins():
+    drafter = SuffixDrafter()
+    positions = start(drafter, [[0], [50]])
+    commit(drafter, [[1, 2, 3], [51, 52, 53]], [2, 2])
+    drafter.select(torch.tensor([1]), [1])  # the first request ends
+    commit(drafter, [[1, 2]], [1])
+    assert drafter.propose(1, positions[1:]).tokens.shape == (1, 0)  # "1 2" is another request's
+    positions = start(drafter, [[1, 2], [51, 52]])
+    assert drafter.propose(1, positions).tokens.tolist() == [[3], [53]]
+
+
+def test_suffix_trees_hold_what_survives():
+    text = [1, 2, 3, 4, 10, 1, 2, 3, 5, 11, 1, 2, 6, 7, 12, 1, 2]
+    drafter = SuffixDrafter(least=0.1)
+    ids, ends = torch.tensor([text, [9] * 15 + [1, 2]]), torch.full((2,), 99)
+    tree = GrownTree(nodes=6, depth=3, beam=2)
+    drafter.start(Requests(ids, None, ends, 0, None, {}, True, False, tree=tree))
+    draft = drafter.propose_tree(torch.full((2,), len(text)))
+    # 3 followed twice, 6 once; of 5 and 4 behind 3, which followed once each, 5 came last.
+    assert draft.tokens.tolist() == [[-1, 3, 6, 5, 4, 7], [-1] * 6]
+    assert draft.parents.tolist() == [[-1, 0, 0, 1, 1, 2], [-1] * 6]
+    assert draft.logits is None and not draft.kinds.any()
+
+
+@pytest.mark.parametrize("tree", [GrownTree(12, 4, beam=3), StaticTree.from_widths((2, 2, 1))])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_suffix_trees_leave_greedy_output_as_it_is(architecture, tree):
+    target, _ = pair(architecture)
+    ids, mask = prompts([7, 4, 1, 7])
+    options = {"attention_mask": mask, "max_new_tokens": [30, 9, 30, 21], "pad_token_id": 0}
+    plain = specdec_ext.generate(target, None, ids, **options).sequences
+    drafter = SuffixDrafter(least=0.05)
+    for _ in range(2):  # the second time, the store knows the outputs
+        found = specdec_ext.generate(target, drafter, ids, tree=tree, **options)
+        assert torch.equal(found.sequences, plain)
+    assert found.statistics.accepted > 20
+    assert specdec_ext.generate(target, drafter, ids, gamma=9, **options).statistics.accepted > 20
+
+
+@pytest.mark.parametrize("rule", ["traversal", "recursive"])
+def test_joint_law_of_suffix_trees(rule):
+    p = torch.tensor([0.1, 0.2, 0.4, 0.3])
+    drafter = remembering(SuffixDrafter(least=0.0), TEXT, [1, 2, 0, 1, 2, 2])
+    found = specdec_ext.generate(
+        ConstantModel(p.tolist()), drafter, torch.tensor([REPEATING] * DRAWS), max_new_tokens=3,
+        tree=GrownTree(7, 3, beam=2), rule=rule, temperature=1.0, seeds=torch.arange(DRAWS) * 7919,
+    )  # fmt: skip
+    assert found.statistics.accepted > DRAWS / 2
+    codes = (found.sequences[:, -3:] * torch.tensor([16, 4, 1])).sum(1)
+    law = p.double()[:, None, None] * p[:, None] * p
+    assert chi_square(torch.bincount(codes, minlength=64), law.flatten()) > ALPHA
 
 
 def test_aggressive_realigns_where_a_suffix_is_unique():
@@ -297,6 +423,37 @@ def test_aggressive_realigns_where_a_suffix_is_unique():
         commit(drafter, [tokens, [7] * len(tokens)], [len(tokens) - 1] * 2)
         proposed = drafter.propose(9, positions).tokens[0].tolist()
         assert [token for token in proposed if token >= 0] == expected
+
+
+@pytest.mark.parametrize("tree", [None, GrownTree(9, 4, beam=2)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_first_draft_rides_on_the_prompt(padded, tree):
+    """No call is for the prompts alone: the target's calls are the rounds, and so are the draft's.
+
+    The table model gives NaN where a query does not see its text, each token once.
+    """
+    target, draft = tables(6, noise=0.3)
+    ids = torch.tensor([[0, 1, 2, 3, 1, 2], [4, 4, 5, 0, 4, 5]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]) if padded else None
+    limits = [14, 12] if padded else [12, 12]  # both end at one position, as the table wants it
+    target.last_position = draft.last_position = 17
+    options = {"attention_mask": mask, "max_new_tokens": limits, "pad_token_id": 0}
+    for drafter in (None, SuffixDrafter(least=0.0), draft):
+        shape = None if drafter is None else tree
+        specdec_ext.generate(target, drafter, ids, tree=shape, **options)  # models are asked once
+    target.fed.clear()
+    plain = specdec_ext.generate(target, None, ids, **options)
+    assert target.fed[0] == [2, 6] and len(target.fed) == plain.statistics.rounds == limits[0]
+    for drafter in (SuffixDrafter(least=0.0), draft):
+        target.fed.clear()
+        draft.fed.clear()
+        found = specdec_ext.generate(target, drafter, ids, gamma=3, tree=tree, **options)
+        assert torch.equal(found.sequences, plain.sequences)
+        assert len(target.fed) == found.statistics.rounds < limits[0]
+        assert target.fed[0][1] > 6
+        assert len(draft.fed) == found.statistics.draft_calls
+        if drafter is draft:
+            assert draft.fed[0] == [2, 6]
 
 
 def test_aggressive_decoding_of_an_unchanged_input_is_one_call():
@@ -409,7 +566,7 @@ def test_a_model_is_not_run_while_the_lookup_serves_all():
     table = torch.zeros(6, 6, 6)
     table[:, range(6), [1, 2, 3, 4, 5, 0]] = 9.0  # counts round
     model = TableModel(table)
-    drafter = StackedDrafter(LookupDrafter(), model)
+    drafter = StackedDrafter(LookupDrafter(min_match=1), model)
     ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0], [3, 4, 5, 0, 1, 2, 3]])
     found = specdec_ext.generate(TableModel(table), drafter, ids, max_new_tokens=30, gamma=5)
     assert found.statistics.rounds == 5 and found.statistics.draft_calls == 0
@@ -523,6 +680,18 @@ class FirstRowOnly(UniformDrafter):
             ValueError,
             "LookupDrafter: inputs must be those of 2 requests, got 1",
         ),
+        (
+            lambda: SuffixDrafter(min_match=0),
+            ValueError,
+            "SuffixDrafter: 1 <= min_match.*got 0 and",
+        ),
+        (
+            lambda: SuffixDrafter(least=1.5),
+            ValueError,
+            r"SuffixDrafter: least .* \[0, 1\], got 1.5",
+        ),
+        (lambda: SuffixDrafter(memory=-1), ValueError, "SuffixDrafter: memory .* 0, got -1"),
+        (lambda: SuffixDrafter().remember([-1]), ValueError, "SuffixDrafter: ids to remember"),
         (lambda: LookupDrafter(3), TypeError, "LookupDrafter: inputs must be sequences"),
         (lambda: LookupDrafter([[-1]]), ValueError, "LookupDrafter: ids of input 0"),
     ],

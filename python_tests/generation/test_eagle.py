@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
+from enumerated_drafts import Round, check_lossless
 from generate_models import TableWithStates, pair, prompts, tables
 from test_generate_law import ALPHA, PROMPT, p_value
 
@@ -110,6 +112,41 @@ class AnotherRow(EagleDrafter):
 @pytest.mark.parametrize("wrong", [AnotherMap, AnotherRow])
 def test_control_a_law_that_was_not_drawn_from(wrong):
     assert law_of(wrong(table_and_head()[1]), gamma=2) < ALPHA
+
+
+class Unconditional(EagleDrafter):
+    """Passes on the first token's law for all tokens, as if none depended on another."""
+
+    def propose(self, gamma, positions, go_on=None):
+        draft = super().propose(gamma, positions, go_on)
+        return draft._replace(logits=draft.logits[:, :1].expand_as(draft.logits))
+
+
+def enumerated(reduced, drafter=EagleDrafter, **options) -> Round:
+    """Return a round of a random head over four tokens, or three of them, to be enumerated."""
+    _, head = table_and_head(reduced)
+    states = torch.randn(1, 1, 4, generator=torch.Generator().manual_seed(4)).double()
+    head = copy.deepcopy(head).double()
+    ids = REDUCED if reduced else None
+    return Round(lambda rows: drafter(head), 4, features=states, token_ids=ids, **options)
+
+
+@pytest.mark.every("reduced")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "whole"])
+def test_exact_law(monkeypatch, reduced, rule, temperature):
+    """Each token's law is the one after the tokens that were drawn before it."""
+    check_lossless(enumerated(reduced, temperature=temperature).law(monkeypatch, rule))
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize(
+    "reduced, wrong",
+    [(True, AnotherRow), (True, Unconditional), (False, Unconditional)],
+)
+def test_control_exact_law_with_a_law_that_was_not_drawn_from(monkeypatch, reduced, wrong, rule):
+    assert enumerated(reduced, wrong).law(monkeypatch, rule).tv > 1e-2
 
 
 # ---- what the head reads -------------------------------------------------------------------------

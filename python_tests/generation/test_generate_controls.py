@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from generate_models import TableModel, pair, prompts, tables
+from generate_models import TableModel, TableWithStates, pair, prompts, tables
 from test_generate_edges import (
     check_criteria,
     check_stop_sequences,
@@ -32,6 +32,7 @@ from specdec_ext.decoding import (
 from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.chain_generation import ChainGeneration, last_tokens
 from specdec_ext.decoding.counts import Counts
+from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.processors import Processors
 from specdec_ext.decoding.stopping import Stops
 
@@ -92,26 +93,47 @@ def check_counts_alike():
         assert drafter is not None or statistics.tokens_per_target_call == 1
 
 
+class ReadsStates(ModelDrafter):
+    """Wants the target's states of the prompts, which are run alone for it."""
+
+    reads_features = True
+
+    def take_features(self, features, tokens, gained):
+        assert features.shape[1] > 0
+
+
 def check_times(monkeypatch):
-    """On a clock that models alone move, by a second a token, prompts and rounds are kept apart."""
-    target, draft = tables(6, noise=0.7)
-    now, spent = [0.0], {}
-    for name, model in (("target", target), ("draft", draft)):
-        model.register_forward_hook(lambda *_, name=name: spend(name))
-    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    """On a clock that models alone move, by a second a token: whose call it is, in its phase.
 
-    def spend(name):
-        seconds = {"target": target, "draft": draft}[name].fed[-1][1]
-        now[0] += seconds
-        spent.setdefault(name, []).append(seconds)
+    What is run of the prompts alone is no part of decoding; what rides on the first round is.
+    """
+    for reads in (False, True):
+        target, draft = tables(6, noise=0.7)
+        target = TableWithStates(target.table)
+        models, now, spent = {"target": target, "draft": draft}, [0.0], {"target": [], "draft": []}
 
-    ids = torch.randint(0, 6, (1, 40), generator=torch.Generator().manual_seed(3))
-    _, statistics = specdec_ext.generate(target, draft, ids, max_new_tokens=NEW, gamma=3)
-    assert spent["target"][0] == spent["draft"][0] == 39
-    rounds = {name: sum(calls[1:]) for name, calls in spent.items()}
-    assert statistics.seconds == {"prefill": 78.0, "verify": 0.0, "rest": 0.0, **rounds}
-    assert statistics.decode_seconds == sum(rounds.values())
-    assert statistics.tokens_per_second == NEW / sum(rounds.values())
+        def spend(name, models=models, now=now, spent=spent):
+            spent[name].append(models[name].fed[-1][1])
+            now[0] += spent[name][-1]
+
+        ids = torch.randint(0, 6, (1, 40), generator=torch.Generator().manual_seed(3))
+        drafter = ReadsStates(draft) if reads else draft
+        specdec_ext.generate(target, drafter, ids, max_new_tokens=2)  # models are asked only once
+        for name, model in models.items():
+            model.register_forward_hook(lambda *_, name=name, spend=spend: spend(name))
+        monkeypatch.setattr(
+            stats, "time", SimpleNamespace(perf_counter=lambda now=now: float(now[0]))
+        )
+        _, statistics = specdec_ext.generate(target, drafter, ids, max_new_tokens=NEW, gamma=3)
+        assert spent["draft"][0] == 40  # the last token is what it drafts from
+        assert spent["target"][:2] == [39, 4] if reads else spent["target"][0] == 39 + 4
+        alone = 39 if reads else 0
+        rounds = {name: sum(calls) for name, calls in spent.items()}
+        rounds["target"] -= alone
+        assert statistics.rounds == len(spent["target"]) - reads
+        assert statistics.seconds == {"prefill": alone, "verify": 0.0, "rest": 0.0, **rounds}
+        assert statistics.decode_seconds == sum(rounds.values())
+        assert statistics.tokens_per_second == NEW / sum(rounds.values())
 
 
 class SharedRows(TableModel):
@@ -171,7 +193,7 @@ def must_fail(check, *arguments, by=AssertionError):
 def test_full_ids_fed_again_with_a_cache(monkeypatch):
     prefill, forward = CachedModel.prefill, CachedModel.forward
 
-    def keep(self, input_ids, attention_mask):
+    def keep(self, input_ids, attention_mask, *, rides=False):
         self.prompt = input_ids
         prefill(self, input_ids, attention_mask)
 
@@ -307,7 +329,9 @@ def test_seeds_of_batch_slots(monkeypatch):
 def test_padding_that_is_seen(monkeypatch):
     """What stands before a prompt depends on the longest one of the batch."""
     prefill = CachedModel.prefill
-    monkeypatch.setattr(CachedModel, "prefill", lambda self, ids, mask: prefill(self, ids, None))
+    monkeypatch.setattr(
+        CachedModel, "prefill", lambda self, ids, mask, **how: prefill(self, ids, None, **how)
+    )
     must_fail(check_batch_mates, "block", by=GenerationError)  # the table model gives NaN there
     must_fail(check_greedy)
 

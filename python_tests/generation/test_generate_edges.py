@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import sys
 
 import pytest
@@ -369,16 +371,40 @@ def test_logprobs_of_bursts(tree, raw):
     ids, _ = prompts([5])
     sequences, logprobs = None, []
     options = {"temperature": 0.7, "top_k": 9, "seeds": 1, "raw_logprobs": raw}
-    sequences, _ = specdec_ext.generate(
+    result = specdec_ext.generate(
         target, draft, ids, max_new_tokens=NEW, tree=TREES[tree], **options,
         on_round=lambda bursts: logprobs.extend(bursts[0].logprobs),
     )  # fmt: skip
+    sequences = result.sequences
+    assert result.logprobs.tolist() == [logprobs] and not result.logprobs.is_inference()
     with torch.inference_mode():
         rows = target(input_ids=sequences).logits[0, 4:-1]
     if not raw:
         rows = rows.masked_fill(rows < rows.topk(9).values[:, -1:], -torch.inf) / 0.7
     expected = rows.log_softmax(-1).gather(1, sequences[0, 5:, None])[:, 0]
     assert torch.allclose(torch.tensor(logprobs), expected.float(), atol=1e-4)
+
+
+def test_logprobs_of_a_batch_whose_requests_end_apart():
+    """Beside the pair that `generate` returns, which stays one; copies and pickles keep them."""
+    target, draft = pair(noise=0.02)
+    ids, mask = prompts([6, 3, 5])
+    of_bursts = [[], [], []]
+
+    def keep(bursts):
+        for burst in bursts:
+            of_bursts[burst.request] += burst.logprobs
+
+    result = specdec_ext.generate(
+        target, draft, ids, attention_mask=mask, max_new_tokens=[NEW, 7, 0], temperature=0.9,
+        seeds=3, on_round=keep,
+    )  # fmt: skip
+    assert list(map(len, of_bursts)) == [NEW, 7, 0]
+    padded = [row + [0.0] * (NEW - len(row)) for row in of_bursts]
+    for same in (result, copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
+        sequences, statistics = same
+        assert sequences.shape == (3, 6 + NEW) and statistics.emitted == NEW + 7
+        assert same.logprobs.tolist() == padded
 
 
 def test_options_of_generate_that_streaming_does_without():

@@ -246,6 +246,11 @@ def check_example_by_hand():
     assert statistics.tested == [5, 3, 2]
     assert statistics.passed == [4, 3, 1]
     assert statistics.conditional_acceptance == [4 / 5, 3 / 3, 1 / 2]
+    assert statistics.acceptance_by_position == [4 / 5, 3 / 5, 1 / 5]
+    assert sum(statistics.acceptance_by_position) == pytest.approx(statistics.mean_accepted_length)
+    found = statistics.summary()
+    assert [found[f"acceptance_at_{i}"] for i in (1, 2, 3)] == statistics.acceptance_by_position
+    assert found["emitted"] == statistics.emitted and found["seconds_draft"] >= 0
 
 
 def test_statistics_of_an_example_by_hand():
@@ -287,6 +292,18 @@ def test_statistics_add_up_and_go_to_json(models):
     assert json.loads(json.dumps(both.as_dict(), allow_nan=False))["rounds"] == both.rounds
     assert Statistics(2).as_dict()["accepted_of_tested"] is None
     assert Statistics(2).__add__(1) is NotImplemented
+
+
+def test_a_summary_is_finite_numbers_alone(models):
+    target, draft = models
+    for gamma, others in ((3, {"measure_alpha": True}), (3, {}), (0, {})):
+        statistics = specdec_ext.generate(
+            target, draft, IDS, max_new_tokens=9, gamma=gamma, temperature=0.9, seeds=0, **others
+        ).statistics
+        found = statistics.summary()
+        assert all(type(value) in (int, float) and math.isfinite(value) for value in found.values())
+        assert ("alpha" in found) == bool(others) and ("accepted_of_tested" in found) == (gamma > 0)
+    assert "tokens_per_second" not in Statistics(2).summary()
 
 
 def test_times_sum_to_the_wall_time():

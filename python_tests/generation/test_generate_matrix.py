@@ -26,6 +26,7 @@ from specdec_ext.decoding import (
     RenewalRule,
     StackedDrafter,
     Statistics,
+    SuffixDrafter,
     UniformDrafter,
 )
 from specdec_ext.decoding.drafters.model import ModelDrafter
@@ -61,7 +62,8 @@ DRAFTERS = {
     "n-gram deterministic": lambda models, case, rows: NgramDrafter(
         case.vocabulary, 2, sampled=False
     ),
-    "lookup": lambda models, case, rows: LookupDrafter(),
+    "lookup": lambda models, case, rows: LookupDrafter(min_match=1),
+    "suffix": lambda models, case, rows: SuffixDrafter(),
     "aggressive": lambda models, case, rows: AggressiveDrafter(case.sources(rows)),
     "uniform": lambda models, case, rows: UniformDrafter(case.vocabulary),
     "early exit": lambda models, case, rows: EarlyExitDrafter(models[0], 1),

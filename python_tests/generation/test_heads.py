@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from enumerated_drafts import Round, check_lossless
 from generate_models import TableWithStates, pair, prompts, tables
 from test_encoder_decoder import encoded, inputs_of, models, plain, start
 from test_generate_law import ALPHA, PROMPT, p_value
@@ -136,6 +137,44 @@ def test_control_tokens_from_another_requests_state():
 def test_states_one_position_off_leave_the_law_alone():
     """The law that is passed on is the one of the state that was read, whichever that is."""
     assert law_of(StateBeside(table_and_heads()[1]), gamma=3) > ALPHA
+
+
+class FirstHead(HeadsDrafter):
+    """Passes on the first head's law for all tokens."""
+
+    def propose(self, gamma, positions, go_on=None):
+        draft = super().propose(gamma, positions, go_on)
+        return draft._replace(logits=draft.logits[:, :1].expand_as(draft.logits))
+
+
+def enumerated(kind, drafter=HeadsDrafter, **options) -> Round:
+    """Return a round of random heads over three tokens, to be enumerated."""
+    sizes = {"hidden_size": 4, "vocab_size": 3, "num_heads": 2}
+    torch.manual_seed(8)  # heads that differ much, and whose drafts are accepted now and then
+    if kind == "medusa":
+        heads = MedusaHeads(MedusaHeadsConfig(**sizes))
+    else:
+        heads = BlockwiseHeads(BlockwiseHeadsConfig(**sizes, intermediate_size=6))
+    for parameter in heads.double().eval().parameters():
+        torch.nn.init.normal_(parameter)
+    state = torch.randn(1, 1, 4, dtype=torch.float64)
+    return Round(lambda rows: drafter(heads), 3, features=state, **options)
+
+
+@pytest.mark.every("kind")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("kind", ["medusa", "blockwise"])
+def test_exact_law(monkeypatch, kind, rule, temperature):
+    """Heads are independent given the state: their laws are the q of every lossless rule."""
+    check_lossless(enumerated(kind, temperature=temperature).law(monkeypatch, rule))
+
+
+@pytest.mark.parametrize("wrong", [AnotherRow, FirstHead])
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("kind", ["medusa", "blockwise"])
+def test_control_exact_law_of_heads_with_anothers_law(monkeypatch, kind, rule, wrong):
+    assert enumerated(kind, wrong).law(monkeypatch, rule).tv > 1e-2
 
 
 TREES = {

@@ -193,10 +193,11 @@ def test_statistics_and_rounds():
     )  # fmt: skip
     assert found.statistics.rounds == len(rounds) < NEW
     assert found.sequences.shape == (1, 5 + NEW)
+    assert found.logprobs.tolist() == [[0.0] * NEW]  # greedy: nothing else could have come
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"num_beams": 2}, "num_beams=2"),
+    ({"num_beams": 2, "do_sample": True}, "do_sample=True with num_beams=2"),
     ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
     ({"token_type_ids": torch.zeros(1, 5, dtype=torch.int64)}, "token_type_ids"),
     ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
@@ -259,6 +260,22 @@ def test_drafts_by_transformers_own_names(how):
     assert plain.statistics.drafted == 0
     with pytest.raises(ValueError, match=f"one draft at most, got draft_model and {[*named][0]}"):
         target.generate(ids, **options, **OURS, draft_model=draft, **named)
+
+
+@pytest.mark.parametrize("how", ["another frame", "other names"])
+def test_a_release_that_keeps_its_arguments_elsewhere_is_not_silent(monkeypatch, how):
+    target, draft = models()
+    ids, _ = prompts([5])
+    options = {"max_new_tokens": NEW, "do_sample": False, **OURS}
+    expected = target.generate(ids, **options)
+    if how == "another frame":
+        monkeypatch.setattr(hf, "_GENERATE", None)
+    else:
+        monkeypatch.setattr(hf, "_KEPT_BACK", ("assistant_model", "shower"))
+    missing = "assistant_model and streamer" if how == "another frame" else "shower"
+    with pytest.warns(UserWarning, match=f"cannot see {missing} of LlamaForCausalLM.generate"):
+        found = target.generate(ids, **options, assistant_model=draft)
+    assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from specdec_ext.decoding import Counts
+from specdec_ext.models import spec_drafter as module
 from specdec_ext.models.spec_drafter import (
     MASKED,
     SpecDrafter,
@@ -117,6 +118,43 @@ def test_the_prefix_does_not_see_the_block(model):
         for a, b in zip(one, other, strict=True):
             for row, length in enumerate(LENGTHS.tolist()):
                 torch.testing.assert_close(a[row, :, :length], b[row, :, :length])
+
+
+@pytest.mark.parametrize("wanted", [1, 5, 6])
+def test_slots_that_are_not_wanted_are_not_projected(wanted, monkeypatch):
+    """The decoder runs all slots, so that what the others give is what they give among all."""
+    model = spec_drafter(V, block_size=6)
+    projected, project = [], model._project
+    monkeypatch.setattr(model, "_project", lambda h: projected.append(h.shape[1]) or project(h))
+    found = [
+        model.draft_block(
+            model.read(SOURCE, SOURCE_MASK), PREFIX, Counts(LENGTHS.tolist(), LENGTHS), 6, slots
+        )
+        for slots in (None, wanted)
+    ]
+    assert projected == [6, max(wanted, module._FEWEST_SLOTS)]
+    assert found[1].shape == (3, wanted, V)
+    torch.testing.assert_close(found[0][:, :wanted], found[1], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"wanted must be in \[1, 6\], got 7"):
+        model.draft_block(model.read(SOURCE), PREFIX[:, :1], Counts.full(3, 1, "cpu"), 6, 7)
+
+
+@torch.inference_mode()
+def test_a_large_output_layer_in_parts(model, monkeypatch):
+    """Logits do not say in how many parts they were computed."""
+    single, hidden = copy.deepcopy(model).float(), torch.randn(2, 5, model.config.d_model)
+    assert single.shared.weight.numel() < module._LARGE
+    whole = single._project(hidden)
+    monkeypatch.setattr(module, "_LARGE", 0)
+    monkeypatch.setattr(module, "_PART", 7)
+    sizes, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, w: sizes.append(len(w)) or linear(x, w)
+    )
+    torch.testing.assert_close(single._project(hidden), whole)
+    assert max(sizes) == 7 and sum(sizes) == model.config.vocab_size
+    single._project(hidden[:1, :1])
+    assert sizes[-1] == model.config.vocab_size  # one row: nothing is gained
 
 
 def test_distances_are_those_of_the_text_on_both_sides(model):

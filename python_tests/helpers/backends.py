@@ -220,7 +220,7 @@ FOUR_WARPS = {
         (
             *("test_parity", "test_filters", "test_status", "test_tables", "test_thresholds"),
             *("test_coupled", "test_masks", "test_draft_vocabulary"),
-            *("test_tree", "test_tree_mask", "test_compact_kv"),
+            *("test_tree", "test_tree_mask", "test_compact_kv", "test_beam_verify"),
         ),
         1,
     ),

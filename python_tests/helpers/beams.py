@@ -12,12 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from backends import BACKENDS as ALL_BACKENDS
 
 from specdec_ext.contract import BeamVerifyResult
-
-#: Those that have `beam_verify`: there are no CUDA kernels that a stand-in could run.
-BACKENDS = [b for b in ALL_BACKENDS if not b.name.startswith("fibres")]
 
 Tokens = tuple[int, ...]
 Law = Callable[[Tokens], torch.Tensor]

@@ -65,9 +65,9 @@ def check_package(kernel: ModuleType, name: str) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert torch.equal(tokens, kernel.distributed.verify_sharded(**call).tokens)
-    finder = kernel.decoding.drafters.lookup.RepeatFinder(8)
-    finder.append([1, 2, 3, 1, 2])
-    assert finder.continuation(1, 2) == [3]
+    matcher = kernel.decoding.drafters.aggressive.InputMatcher([1, 2, 3])
+    matcher.append([2])
+    assert matcher.unique_end == 1
 
 
 def import_all(kernel: ModuleType) -> int:

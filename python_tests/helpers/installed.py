@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import specdec_ext
+from specdec_ext import __main__ as commands
 from specdec_ext import reference
 from specdec_ext.commands.info import describe
 from specdec_ext.contract import CHAIN_RULES, TREE_RULES
@@ -35,6 +36,8 @@ def check_where() -> None:
     assert not any(name.startswith("triton") and "extra" not in name for name in requires_of())
     (point,) = entry_points(group="vllm.general_plugins", name="specdec")
     assert point.value == "specdec_ext.engines.vllm:register"
+    (script,) = entry_points(group="console_scripts", name="specdec")
+    assert script.load() is commands.main
 
 
 def requires_of() -> list[str]:
@@ -76,11 +79,11 @@ def check_operators() -> None:
 def check_host() -> None:
     """The module that belongs to this Python is there: a drafter's data structure."""
     assert LookupDrafter().calls == 0
-    from specdec_ext._host import RepeatFinder
+    from specdec_ext._host import InputMatcher
 
-    finder = RepeatFinder(8)
-    finder.append([1, 2, 3, 1, 2])
-    assert finder.continuation(1, 2) == [3]
+    matcher = InputMatcher([1, 2, 3])
+    matcher.append([2])
+    assert matcher.unique_end == 1
 
 
 def check_absent_triton() -> None:

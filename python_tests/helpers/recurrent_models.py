@@ -210,8 +210,8 @@ class WholeText:
         """Tokens of each row."""
         return [len(text) for text in self.texts]
 
-    def prefill(self, input_ids: Any, attention_mask: Any) -> None:
-        """Take the prompts."""
+    def prefill(self, input_ids: Any, attention_mask: Any, *, rides: bool = False) -> None:
+        """Take the prompts, whether they could wait or not."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         self.texts = [row[real].tolist() for row, real in zip(input_ids, mask.bool(), strict=True)]
 

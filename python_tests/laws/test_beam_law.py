@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from beams import BACKENDS as BEAM_BACKENDS
+from backends import BACKENDS
 from beams import (
     Settings,
     log_softmax,
@@ -22,7 +22,7 @@ from specdec_ext.reference import beams as reference_beams
 WIDTHS = (1, 2, 4, 5, 8)
 
 
-@pytest.fixture(params=BEAM_BACKENDS, ids=lambda backend: backend.name)
+@pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
 def backend(request):
     return request.param
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from generate_models import pair as random_pair
 
-from specdec_ext.commands import check
-from specdec_ext.commands.pair import Pair, Prompt
+from specdec_ext.commands import check, demo
+from specdec_ext.commands.pair import Pair, Prompt, find_pair, load_pair
+from specdec_ext.commands.tokenizers import difference
 from specdec_ext.decoding import cache
 from specdec_ext.decoding.counts import Counts
 
 
-def options(*arguments):
+def options(*arguments, of=check):
     parser = argparse.ArgumentParser()
-    check.add_arguments(parser)
+    of.add_arguments(parser)
     return parser.parse_args([*arguments])
 
 
@@ -31,6 +34,75 @@ def test_the_shipped_pair(capsys):
     assert check.run(options(*few, "--json")) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["verdict"] == "lossless" and len(report["findings"]) == 2
+
+
+def test_a_target_alone_is_checked_with_copies(capsys):
+    few = (
+        "--gamma",
+        "3",
+        "--max-new-tokens",
+        "6",
+        "--prompt",
+        "import os\nimport sys\nimport os\n",
+    )
+    assert check.run(options("--json", *few, "--target", str(find_pair() / "target"))) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "lossless" and len(report["findings"]) == 2
+
+
+def other_tokenizer(folder, places):
+    """Make a checkpoint of the shipped draft whose tokenizer has ids in each other's places."""
+    for path in (find_pair() / "draft").iterdir():
+        (folder / path.name).symlink_to(path)
+    words = find_pair() / "tokenizer"
+    shutil.copy(words / "tokenizer_config.json", folder)
+    known = json.loads((words / "tokenizer.json").read_text())
+    tokens = {index: token for token, index in known["model"]["vocab"].items()}
+    for place, index in places.items():
+        known["model"]["vocab"][tokens[place]] = index
+    (folder / "tokenizer.json").write_text(json.dumps(known))
+
+
+def test_a_draft_with_another_tokenizer_is_said(capsys, tmp_path):
+    """Lossless it is, and good for nothing."""
+    other_tokenizer(tmp_path, {300: 301, 301: 300})
+    folders = ("--target", str(find_pair() / "target"), "--draft", str(tmp_path))
+    few = ("--gamma", "2", "--max-new-tokens", "4", "--prompt", "import os\n", *folders)
+    assert check.run(options(*few)) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the draft's tokenizer is another: 2 of ")
+    assert "ids stand for other tokens (300 is " in said and "take a draft that" in said
+    assert said.endswith(
+        "lossless: 8 tokens agree; but the draft's tokenizer is another, see above\n"
+    )
+    assert check.run(options(*few, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["tokenizers"].startswith("the draft's tokenizer is")
+    assert demo.run(options(*few, of=demo)) == 0
+    assert "the draft's tokenizer is another" in capsys.readouterr().out
+
+
+def test_the_same_tokenizer_is_no_difference(tmp_path):
+    other_tokenizer(tmp_path, {})
+    pair = load_pair(str(find_pair() / "target"), str(tmp_path))
+    assert pair.draft_tokenizer is not None and pair.mismatch is None
+    assert load_pair().mismatch is None
+
+
+def test_no_token_in_common():
+    one, other = (SimpleNamespace(get_vocab=lambda i=i: {"a": i}) for i in range(2))
+    assert "has no id of the target's" in difference(one, other)
+
+
+def test_equal_prompts_share_a_line():
+    equal, other = (
+        check.Finding("x", "a", check.LOSSLESS, 5),
+        check.Finding("x", "b", check.BUG, 3, 1, 0),
+    )
+    assert check.lines([equal, other, equal]) == [
+        "x, 2 prompts: lossless (10 tokens)",
+        check.line(other),
+    ]
+    assert check.lines([other, equal]) == [check.line(equal), check.line(other)]
 
 
 def two_prompts():

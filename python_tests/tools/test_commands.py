@@ -74,7 +74,7 @@ REFUSED = [
     ("--device", "meta", "--device meta cannot be used here: "),
     ("--device", "", "--device  cannot be used here: "),
     ("--prompt", "", "--prompt is empty"),
-    ("--target", "nowhere", "--target and --draft go together"),
+    ("--draft", "nowhere", "--target and --draft go together"),
 ]
 
 

@@ -251,7 +251,7 @@ def test_target_and_draft_go_together(pair, capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("example", ["drop_in_loop", "inside_transformers"])
+@pytest.mark.parametrize("example", ["drop_in_loop", "cached_loop", "inside_transformers"])
 def test_the_examples(pair, example):
     folders = (str(pair / "target"), str(pair / "draft"))
     arguments = [f"examples/{example}.py", "import os", *folders]

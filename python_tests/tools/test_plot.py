@@ -73,14 +73,8 @@ def test_the_best_gamma_lies_on_the_wall_time_curves_maximum():
 def test_a_trace_of_recorded_runs():
     target, draft = tables(5)
     trace = plot.record(target, draft, torch.tensor([[1, 2, 3]]), gamma=2, tokens=12)
-    assert [call.model for call in trace.calls[:5]] == [
-        "target",
-        "draft",
-        "draft",
-        "draft",
-        "target",
-    ]
-    assert [call.prefill for call in trace.calls[:3]] == [True, True, False]
+    assert [call.model for call in trace.calls[:4]] == ["draft", "draft", "target", "draft"]
+    assert [call.prefill for call in trace.calls[:3]] == [True, False, True]  # prompts ride
     assert sum(call.prefill for call in trace.calls) == 2
     assert trace.calls[0].begin == 0.0
     ends = [call.end for call in trace.calls]

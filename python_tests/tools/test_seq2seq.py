@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from pair.seq2seq.block_drafter import (  # noqa: E402
 )
 from pair.seq2seq.data import BUCKETS, Batches, Copies, Pairs  # noqa: E402
 from pair.seq2seq.schedule import Pace, budget_of, lr_factor, seconds_of  # noqa: E402
-from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
+from pair.seq2seq.sizes import COPYING, SIZES, TIME_SHARES, build_model  # noqa: E402
 from pair.seq2seq.training import Options, average_weights, train  # noqa: E402
 
 TINY = {"d_model": 32, "d_ff": 64, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 1}
@@ -54,12 +55,17 @@ def test_learning_rate():
 
 def test_budgets():
     minutes = [budget_of(text).minutes for text in ("small", "full", "1.5")]
-    assert minutes == [120.0, 40.0, 1.5]
+    assert minutes == [100.0, 40.0, 1.5]
     for wrong in ("large", "0", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match="small, full or a positive number, got"):
             budget_of(wrong)
     assert seconds_of(10.0, {"a": 1, "b": 3}) == {"a": 127.5, "b": 382.5}
-    assert TIME_SHARES.keys() == SIZES.keys()
+    # Two at a time have twice the time to share, and none has more than there is.
+    assert seconds_of(10.0, {"a": 1, "b": 3}, jobs=2) == {"a": 255.0, "b": 510.0}
+    assert TIME_SHARES.keys() == SIZES.keys() and COPYING.keys() <= SIZES.keys()
+    # With two at a time, what is not the largest must fit beside it.
+    shares = list(TIME_SHARES.values())
+    assert sum(shares[:-1]) == pytest.approx(shares[-1])
 
 
 def test_pace():
@@ -144,6 +150,22 @@ def test_copying_comes_first(tmp_path):
 
 class Interruption(Exception):
     pass
+
+
+@pytest.mark.thorough
+def test_compiled(tmp_path):
+    """Compiled steps learn what others learn, up to rounding, and save the same weights' names."""
+    options = Options(batch_tokens=64, dropout=0.0)
+    plain, _ = train_tiny(tmp_path / "plain", Pace(20), options=options)
+    compiled, _ = train_tiny(
+        tmp_path / "compiled", Pace(20), options=replace(options, compiled=True)
+    )
+    fresh = build_model(TINY, vocabulary=12, dropout=0.0, seed=0)
+    weights, before = compiled.state_dict(), fresh.state_dict()
+    assert weights.keys() == before.keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(weights[name], value, atol=2e-4, rtol=2e-3)
+    assert not torch.equal(weights["shared.weight"], before["shared.weight"])
 
 
 @pytest.mark.thorough

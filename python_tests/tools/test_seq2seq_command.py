@@ -10,9 +10,10 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from pair.seq2seq import __main__ as command  # noqa: E402
 from pair.seq2seq.__main__ import main  # noqa: E402
 from pair.seq2seq.block_drafter import load_drafter  # noqa: E402
-from pair.seq2seq.data import Pairs, batch_of  # noqa: E402
+from pair.seq2seq.data import Pairs, batch_of, load_prepared  # noqa: E402
 from pair.seq2seq.distillation import growing_cache, rewrite  # noqa: E402
 from pair.seq2seq.evaluation import Gate, gates, held_out, table  # noqa: E402
 from pair.seq2seq.models import Family, load_family  # noqa: E402
@@ -39,6 +40,21 @@ def write_task(folder, numbers):
                 file.write(json.dumps(record) + "\n")
 
 
+def test_a_reversed_task(tmp_path, capsys, monkeypatch):
+    """Every pair turned around, in a folder of its own; one vocabulary of both languages."""
+    monkeypatch.setattr(command, "BUILD", tmp_path)
+    write_task(tmp_path / "tasks" / "words", {"train": 20, "valid": 8, "test": 8})
+    found = {}
+    for name, more in (("words", []), ("words-reverse", ["--reverse"])):
+        assert main(["prepare", "words", "--tasks", str(tmp_path / "tasks"), *more]) == 0
+        assert json.loads(capsys.readouterr().out)["reverse"] == bool(more)
+        tokenizer, splits, _ = load_prepared(tmp_path / "seq2seq" / name)
+        pairs = splits["test"]
+        found[name] = [tokenizer.batch_decode(rows) for rows in (pairs.sources, pairs.targets)]
+    assert found["words"] == found["words-reverse"][::-1]
+    assert found["words"][0] != found["words"][1]
+
+
 def test_the_command(tmp_path, capsys):
     write_task(tmp_path / "tasks" / "words", {"train": 80, "valid": 8, "test": 8})
     work = ["words", "--work", str(tmp_path / "work")]
@@ -54,12 +70,13 @@ def test_the_command(tmp_path, capsys):
             main(["train", *work, "--sizes", wrong])
         assert said in capsys.readouterr().err
 
-    train = ["train", *work, "--budget", "0.03", "--threads", "1", "--sizes", "small,mini"]
+    train = ["train", *work, "--budget", "0.03", "--jobs", "2", "--sizes", "small,mini"]
     assert main(train) == 0
     family = load_family(tmp_path / "work")
     assert list(family.models) == ["mini", "small"] and family.largest == "small"
     assert family.facts["mini"]["parameters"] < family.facts["small"]["parameters"]
     assert family.facts["small"]["options"]["batch_tokens"] == 512
+    assert family.facts["mini"]["options"]["dropout"] == 0.0  # the budget's own
     code = main(["evaluate", *work, "--sentences", "3"])  # how much is learned, the machine decides
     shown = capsys.readouterr().out
     assert code == ("FAIL " in shown)

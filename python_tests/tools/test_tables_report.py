@@ -8,6 +8,7 @@ import json
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 from tiny_family import make_family
 
@@ -19,7 +20,17 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from bench_generate import Run  # noqa: E402
 from pair.seq2seq.models import load_family  # noqa: E402
 from tables import __main__ as command  # noqa: E402
-from tables import copying, decode, domains, helps, kinds, report2, rows, shared  # noqa: E402
+from tables import (  # noqa: E402
+    copying,
+    decode,
+    domains,
+    helps,
+    kinds,
+    report2,
+    rows,
+    sampled_beams,
+    shared,
+)
 from tables.registry import FOLLOWERS  # noqa: E402
 
 from specdec_ext.decoding import Statistics  # noqa: E402
@@ -340,3 +351,37 @@ def test_repeated_runs():
     assert helps.repeated([1, 2, 3, 4, 5, 6]) == (0, 3)
     assert helps.repeated([1, 2, 1, 2, 1, 2, 1, 2]) == (3, 5)
     assert helps.repeated([1, 2, 3]) == (0, 0)
+
+
+# --- the report's beams -----------------------------------------------------------------------
+
+
+def test_the_best_candidates_differ():
+    one, two, three = (
+        sampled_beams.Hypothesis(tokens, score, False)
+        for tokens, score in (((1, 2), -1.0), ((3,), -1.0), ((1,), -2.0))
+    )
+    assert sampled_beams.best([three, two, one, one, one], 2) == [one, two]
+    assert sampled_beams.best([three, three], 2) == [three]
+
+
+def test_scores_are_of_all_tokens(family, folders):
+    """Unlike in the algorithm as printed, where those of a round's last token alone are added."""
+    bench = bench_of(family, folders, "report3", "--quick")
+    sentence = bench.sentences[0]
+    ids = torch.tensor([sentence.source])
+    with torch.inference_mode():
+        target, draft = (
+            sampled_beams.Encoded(model, model.get_encoder()(ids))
+            for model in (bench.target, next(iter(bench.drafts.values())))
+        )
+        found, rounds = sampled_beams.search(target, draft, 3, 2, 12, seed=1)
+        again, _ = sampled_beams.search(target, draft, 3, 2, 12, seed=1)
+        labels = torch.tensor([found.tokens])
+        logits = bench.target(input_ids=ids, labels=labels).logits
+    assert found.ended and again == found and 0 < rounds <= 12
+    assert len(found.tokens) == 12 or found.tokens[-1] == bench.target.config.eos_token_id
+    expected = logits.log_softmax(-1)[0].gather(1, labels.T).sum().item()
+    assert found.score == pytest.approx(expected, abs=1e-4)
+    last = logits.log_softmax(-1)[0, -1, found.tokens[-1]].item()
+    assert found.score != pytest.approx(last, abs=1e-2)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import ctypes
+import math
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT
 from tiny_family import make_family
 
@@ -15,7 +19,16 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from pair.seq2seq.block_drafter import KIND, build_drafter  # noqa: E402
 from pair.seq2seq.models import load_family, save_model  # noqa: E402
 from tables import __main__ as command  # noqa: E402
-from tables import decode, rows, shared, xia  # noqa: E402
+from tables import (  # noqa: E402
+    decode,
+    rows,
+    shared,
+    xia,
+    xia_attention,
+    xia_energy,
+    xia_figures,
+    xia_memory,
+)
 from tables.registry import XIA  # noqa: E402
 
 
@@ -99,3 +112,171 @@ def test_printed_rows():
     assert xia.TABLE_3[25][:2] == xia.TABLE_4[3, 1.0][:2]
     assert rows.COUNTS[0] in xia.NOTES
     assert list(xia.TAUS) == sorted(xia.TAUS)
+
+
+# ---- Table 5 -------------------------------------------------------------------------------------
+
+
+def test_rouge_wants_english_texts(tmp_path):
+    for folder in ("translation", "translation-reverse"):
+        options = command.parse(["xia5", "--task", str(tmp_path / folder)])
+        with pytest.raises(ValueError, match=f"one of summarisation, correction .*got {folder}$"):
+            xia.table5(shared.Bench(None, options))
+
+
+# ---- Tables 8 and 9 ------------------------------------------------------------------------------
+
+
+def test_the_peak_of_allocations_and_frees():
+    assert xia_memory.peak_of_events([]) == 0
+    assert xia_memory.peak_of_events([4, 8, -8, 2, -4, -2]) == 12
+    assert xia_memory.peak_of_events([-100, 4]) == 0  # what was there before, and less since
+
+
+def test_peak_bytes_of_what_is_known():
+    """Two tensors at once are more than three, one after the other."""
+    device, size = torch.device("cpu"), 1 << 20
+
+    def by_turns():
+        for _ in range(3):
+            torch.zeros(size, dtype=torch.uint8)
+
+    def together():
+        return [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+
+    assert size <= xia_memory.peak_bytes(by_turns, device) < 1.1 * size
+    assert 2 * size <= xia_memory.peak_bytes(together, device) < 2.1 * size
+    assert xia_memory.peak_bytes(lambda: None, device) < 0.1 * size
+
+
+def test_bytes_of_weights_that_are_shared():
+    layer = torch.nn.Linear(4, 4, bias=False)
+    assert xia_memory.weight_bytes(torch.nn.Sequential(layer, layer)) == 64
+
+
+@pytest.mark.thorough
+def test_memory_grows_with_the_batch(folders):
+    bench = bench_of(folders, "xia8", "--sentences", "8", "--tokens", "8")
+    records = {(r["way"], r["batch"]): r for r in xia_memory.make(bench).records}
+    assert set(records) == {
+        (way, size) for way in (decode.PLAIN, xia_figures.VANILLA) for size in (1, 4, 8)
+    }
+    for way in (decode.PLAIN, xia_figures.VANILLA):
+        peaks = [records[way, size]["peak"] for size in (1, 4, 8)]
+        assert 0 < peaks[0] < peaks[1] < peaks[2]
+    _, model = xia.first_drafter(bench)
+    weights = [records[way, 1]["weights"] for way in (decode.PLAIN, xia_figures.VANILLA)]
+    own = sum(parameter.nbytes for parameter in model.parameters())
+    assert (weights[1] - weights[0]) * 2**20 == pytest.approx(own)
+    assert records[decode.PLAIN, 8]["paper_total"] == 301.4
+
+
+# ---- Table 15 ------------------------------------------------------------------------------------
+
+
+class Counter:
+    """NVML as far as the meter asks it: 50 joules more at every reading."""
+
+    def __init__(self, **codes):
+        self.codes, self.millijoules, self.uuid = codes, 7_000_000, None
+
+    def __getattr__(self, name):
+        def called(*given):
+            if name == "nvmlDeviceGetHandleByUUID":
+                self.uuid = given[0].value
+            if name == "nvmlDeviceGetTotalEnergyConsumption":
+                self.millijoules += 50_000
+                ctypes.cast(given[1], ctypes.POINTER(ctypes.c_ulonglong))[0] = self.millijoules
+            return self.codes.get(name, 0)
+
+        return called
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """A GPU that has an identity and nothing else."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a-b")
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return torch.device("cuda:0")
+
+
+def test_the_meter_reads_joules_of_this_gpu(one_gpu, monkeypatch):
+    counter = Counter()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: counter)
+    meter = xia_energy.open_meter(one_gpu)
+    assert meter() == 7_100 and meter() == 7_150 and counter.uuid == b"GPU-a-b"
+
+
+def test_why_there_is_no_meter(one_gpu, monkeypatch):
+    with pytest.raises(xia_energy.NoMeterError, match="the models run on a CPU"):
+        xia_energy.open_meter(torch.device("cpu"))
+    monkeypatch.setattr(xia_energy, "LIBRARY", "no-such-library.so")
+    with pytest.raises(xia_energy.NoMeterError, match="no-such-library.so cannot be loaded"):
+        xia_energy.open_meter(one_gpu)
+    name = "nvmlDeviceGetTotalEnergyConsumption"
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Counter(**{name: 3}))
+    with pytest.raises(xia_energy.NoMeterError, match=f"{name} returned 3"):
+        xia_energy.open_meter(one_gpu)
+
+
+def test_energy_by_the_papers_formulas():
+    """Table 15's first row: 86 W for .27 hours are 25.54 Wh and 9.83 g."""
+    found = xia_energy.energy_of(86 * 0.27 * 3600, 0.27 * 3600)
+    assert found == pytest.approx({"power": 86, "energy": 25.54, "carbon": 9.83}, abs=6e-3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("has_meter", [True, False])
+def test_energy_is_measured_or_named_as_missing(folders, has_meter, monkeypatch):
+    bench = bench_of(folders, "xia15", "--quick")
+    readings = iter(range(0, 10_000, 36))
+    if has_meter:
+        monkeypatch.setattr(xia_energy, "open_meter", lambda _: lambda: float(next(readings)))
+    found = xia_energy.make(bench)
+    assert [record["way"] for record in found.records][0] == decode.PLAIN
+    for record in found.records:
+        assert ("missing" in record) != has_meter and record["seconds"] > 0
+        if has_meter:
+            assert record["energy"] == pytest.approx(0.011)
+            assert record["power"] == pytest.approx(36 / record["seconds"])
+    if not has_meter:
+        assert "The energy is missing: the models run on a" in found.text()
+
+
+# ---- Figure 3 ------------------------------------------------------------------------------------
+
+
+def test_likeness_of_maps_by_hand():
+    one = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert xia_attention.likeness(one, one) == (1.0, 0.0)
+    assert xia_attention.likeness(one, one.flip(0)) == (0.0, 1.0)
+    shared_by_all = torch.tensor([[0.6, 0.8], [0.6, 0.8]])
+    assert xia_attention.likeness(shared_by_all, shared_by_all) == pytest.approx((1, 1))
+    assert math.isnan(xia_attention.likeness(one[:1], one[:1])[1])
+
+
+@pytest.mark.thorough
+@torch.inference_mode()
+def test_maps_are_where_the_decoders_look(folders):
+    """The target's are transformers' own; a drafter with one query for all has equal rows."""
+    bench = bench_of(folders, "xia_figure3", "--quick")
+    _, drafter = xia.first_drafter(bench)
+    source, text = bench.sentences[0].source, [5, 6, 7, 1]
+    attention = drafter.decoder.block[-1].layer[1].EncDecAttention
+    implementation = attention.config._attn_implementation
+    maps = xia_attention.maps_of(bench.target, drafter, source, text)
+    assert attention.config._attn_implementation == implementation
+    for weights in maps:
+        assert weights.shape == (len(text), len(source))
+        assert (weights.sum(1) - 1).abs().max() < 1e-5
+    bench.target.set_attn_implementation("eager")
+    output = bench.target(
+        input_ids=torch.tensor([source]), labels=torch.tensor([text]), output_attentions=True
+    )
+    expected = output.cross_attentions[-1][0].mean(0)
+    assert (maps.decoder - expected).abs().max() < 1e-5
+    attention.q.weight.zero_()  # all queries are one: all rows are alike
+    same = xia_attention.maps_of(bench.target, drafter, source, text).block
+    assert (same - same[:1]).abs().max() < 1e-6 < (maps.block - maps.block[:1]).abs().max()

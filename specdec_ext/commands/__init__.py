@@ -1,4 +1,4 @@
-"""What ``python -m specdec_ext <command>`` runs: `demo`, `check`, `simulate`, `plot` and `info`.
+"""What ``python -m specdec_ext <command>`` runs.
 
 One file a command, each with two functions: ``add_arguments(parser)`` declares its options, and
 ``run(args)`` does the work and returns the exit status. What they share is the frame: `frame` has

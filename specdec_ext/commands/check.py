@@ -5,11 +5,16 @@ must be that of plain decoding with the same seeds: both are compared token by t
 a time and all of them in one batch. At the first token that differs the target is asked again, in
 one call on the whole text: if it puts the two tokens closer together than its own answers differ
 between a call on several tokens and calls on fewer, they tie to its precision; if not, it is a bug.
+
+A draft whose token ids stand for other tokens than the target's changes no output, and is of no
+use: the two tokenizers are compared first, where the draft's checkpoint has one. A target that is
+named without a draft is checked with `LookupDrafter`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -78,23 +83,42 @@ def run(args: argparse.Namespace) -> int:
     for gamma in args.gamma:
         check_gamma(gamma)
     check_generation(args.temperature, args.seed, args.max_new_tokens)
-    return _report(*load_named(args), args)
+    return _report(*load_named(args, alone=True), args)
 
 
 def _report(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
     """Compare, print what is found, and return the exit status."""
+    if pair.mismatch is not None and not args.json:
+        print(f"{pair.mismatch}\n", flush=True)
     findings = []
-    for finding in compare(pair, prompts, args):
-        findings.append(finding)
+    for _, group in itertools.groupby(compare(pair, prompts, args), lambda found: found.what):
+        of_one_way = list(group)
+        findings += of_one_way
         if not args.json:
-            print(line(finding), flush=True)
+            print("\n".join(lines(of_one_way)), flush=True)
     verdicts = {finding.verdict for finding in findings}
     verdict = next(v for v in (BUG, PRECISION, LOSSLESS) if v in verdicts)
     if args.json:
-        print_json({"verdict": verdict, "findings": [f._asdict() for f in findings]})
+        found = [finding._asdict() for finding in findings]
+        print_json({"verdict": verdict, "tokenizers": pair.mismatch, "findings": found})
     else:
-        print(f"\n{verdict}: {sum(f.tokens for f in findings)} tokens agree")
+        useless = (
+            "" if pair.mismatch is None else "; but the draft's tokenizer is another, see above"
+        )
+        print(f"\n{verdict}: {sum(f.tokens for f in findings)} tokens agree{useless}")
     return 1 if verdict == BUG else 0
+
+
+def lines(findings: list[Finding]) -> list[str]:
+    """Say how one comparison came out: equal prompts together, the others one by one."""
+    equal = [finding for finding in findings if finding.verdict == LOSSLESS]
+    said = [line(finding) for finding in findings if finding.verdict != LOSSLESS]
+    if len(equal) == 1:
+        return [line(equal[0]), *said]
+    if equal:
+        tokens = sum(finding.tokens for finding in equal)
+        said.insert(0, f"{equal[0].what}, {len(equal)} prompts: {LOSSLESS} ({tokens} tokens)")
+    return said
 
 
 def line(finding: Finding) -> str:
@@ -129,6 +153,13 @@ def compare(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> Iter
                 )
 
 
+def _draft(pair: Pair) -> Any:
+    """Return what drafts: the pair's model, or copies of the text where a target came alone."""
+    from ..decoding import LookupDrafter
+
+    return LookupDrafter() if pair.draft is None else pair.draft
+
+
 def _decode(
     pair: Pair, prompts: list[Prompt], temperature: float, gamma: int, args: argparse.Namespace
 ) -> list[list[int]]:
@@ -139,7 +170,7 @@ def _decode(
     tokens: list[list[int]] = [[] for _ in prompts]
     for burst in stream(
         pair.target,
-        pair.draft if gamma else None,
+        _draft(pair) if gamma else None,
         ids,
         attention_mask=mask,
         max_new_tokens=args.max_new_tokens,

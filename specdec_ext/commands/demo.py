@@ -109,7 +109,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """How many times more tokens a second, prefill excluded on both sides."""
+        """How many times more tokens a second, prompts included on both sides."""
         return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
     @property
@@ -218,21 +218,20 @@ def mean_overlap(
 
 
 def _transformers_speed(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> float:
-    """Return the tokens a second of the target's own ``generate``, greedy, prefill excluded."""
+    """Return the tokens a second of the target's own ``generate``, greedy, prompts included."""
     seconds, tokens = 0.0, 0
     for prompt in prompts[:3]:
-        for sign, new in ((-1, 1), (1, args.max_new_tokens)):
-            begin = time.perf_counter()
-            found = pair.target.generate(
-                prompt.ids,
-                attention_mask=torch.ones_like(prompt.ids),
-                do_sample=False,
-                max_new_tokens=new,
-            )
-            if pair.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds += sign * (time.perf_counter() - begin)
-            tokens += sign * (found.shape[1] - prompt.ids.shape[1])
+        begin = time.perf_counter()
+        found = pair.target.generate(
+            prompt.ids,
+            attention_mask=torch.ones_like(prompt.ids),
+            do_sample=False,
+            max_new_tokens=args.max_new_tokens,
+        )
+        if pair.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds += time.perf_counter() - begin
+        tokens += found.shape[1] - prompt.ids.shape[1]
     return tokens / seconds if seconds > 0 else math.nan
 
 
@@ -338,7 +337,8 @@ def shown(text: str) -> str:
 # --- what the page says -----------------------------------------------------------------------
 
 
-def _size(model: Any) -> str:
+def size_of(model: Any) -> str:
+    """Say how large a model is."""
     config = model.config.get_text_config()
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     layers = "layer" if config.num_hidden_layers == 1 else "layers"
@@ -350,13 +350,15 @@ def _heading(out: Page, pair: Pair, args: argparse.Namespace) -> None:
     count = torch.get_num_threads()
     threads = f", {count} thread{_s(count)}" if pair.device.type == "cpu" else ""
     out.line()
-    out.line(f"target  {_size(pair.target)}", "strong")
-    out.line(f"draft   {_size(pair.draft)}", "strong")
+    out.line(f"target  {size_of(pair.target)}", "strong")
+    out.line(f"draft   {size_of(pair.draft)}", "strong")
     out.line(
         f"rule {args.rule}, gamma {args.gamma}, temperature {args.temperature:g}, "
         f"{pair.device.type}{threads}",
         "faint",
     )
+    if pair.mismatch is not None:
+        out.line(pair.mismatch, "strong")
 
 
 def _completion(out: Page, pair: Pair, prompt: Prompt, args: argparse.Namespace) -> list[Piece]:
@@ -435,7 +437,7 @@ def _table(out: Page, runs: list[Comparison], hugging_face: float) -> None:
     for note in (
         "* (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)), c the cost of a draft call:",
         "  Leviathan et al. 2023, Theorem 3.8, where a target call costs 1 on any length.",
-        f"  {count} prompt{_s(count)}, {emitted} greedy tokens each way, prefill excluded.",
+        f"  {count} prompt{_s(count)}, {emitted} greedy tokens each way, prompts included.",
         f"  For comparison, the generate() of transformers, greedy: {hugging_face:.1f} tokens/s.",
     ):
         out.line(note, "faint")
@@ -491,6 +493,7 @@ def _report(
             "seed": args.seed,
             "device": str(pair.device),
             "threads": torch.get_num_threads(),
+            "tokenizers": pair.mismatch,
         },
         "completion": {
             "prompt": prompts[0].text,

@@ -73,18 +73,22 @@ def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> No
     parser.add_argument(
         "--target",
         metavar="PATH",
-        help=f"{purpose}a local Hugging Face checkpoint (default: that of specdec-ext-pair)",
+        help=f"{purpose}a local Hugging Face checkpoint, or the name of one that `fetch` got "
+        "(default: that of specdec-ext-pair)",
     )
     parser.add_argument("--draft", metavar="PATH", help="a smaller one over the same tokens")
 
 
-def add_generation_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Declare what is completed, how far, with which seed and on which device."""
-    parser.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        help="complete this (default: held-out standard-library modules)",
-    )
+def add_generation_arguments(
+    parser: argparse.ArgumentParser, max_new_tokens: int, *, prompt: bool = True
+) -> None:
+    """Declare what is completed, if it is one prompt, how far, with which seed, on which device."""
+    if prompt:
+        parser.add_argument(
+            "--prompt",
+            metavar="TEXT",
+            help="complete this (default: held-out standard-library modules)",
+        )
     parser.add_argument(
         "--max-new-tokens",
         type=int,

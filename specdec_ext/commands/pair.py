@@ -13,9 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import fetch
 from .frame import check_device, first_line
+from .tokenizers import difference, has_tokenizer
 
-__all__ = ["Pair", "Prompt", "find_pair", "find_prompts", "left_padded", "load_named", "load_pair"]
+__all__ = [
+    "Pair",
+    "Prompt",
+    "as_prompt",
+    "find_pair",
+    "find_prompts",
+    "left_padded",
+    "load_named",
+    "load_pair",
+]
 
 #: Where the package specdec_ext_pair lies in a checkout.
 IN_A_CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "pair" / "package" / "specdec_ext_pair"
@@ -31,6 +42,14 @@ class Pair:
     draft: Any
     tokenizer: Any
     held_out: list[str]
+    draft_tokenizer: Any = None  # where the draft's checkpoint has one of its own
+
+    @property
+    def mismatch(self) -> str | None:
+        """What is wrong with the draft's tokenizer, if it has one that is not the target's."""
+        if self.draft_tokenizer is None:
+            return None
+        return difference(self.tokenizer, self.draft_tokenizer)
 
     @property
     def device(self) -> torch.device:
@@ -93,16 +112,25 @@ def find_pair() -> Path:
 
 
 def load_pair(
-    target_path: str | None = None, draft_path: str | None = None, device: str = "cpu"
+    target_path: str | None = None,
+    draft_path: str | None = None,
+    device: str = "cpu",
+    alone: bool = False,
 ) -> Pair:
-    """Load two checkpoints over the same tokens; those of `find_pair` where none are named."""
-    if (target_path is None) != (draft_path is None):
+    """Load two checkpoints over the same tokens; those of `find_pair` where none are named.
+
+    ``alone``: a target may be named without a draft, which is None then.
+    """
+    if (target_path is None) != (draft_path is None) and (target_path is None or not alone):
         raise ValueError("--target and --draft go together")
     shipped = target_path is None
-    target = find_pair() / "target" if target_path is None else Path(target_path)
-    draft = find_pair() / "draft" if draft_path is None else Path(draft_path)
+    target = find_pair() / "target" if target_path is None else _checkpoint(target_path)
+    if shipped:
+        draft: Path | None = find_pair() / "draft"
+    else:
+        draft = None if draft_path is None else _checkpoint(draft_path)
     for folder in (target, draft):
-        if not folder.is_dir():
+        if folder is not None and not folder.is_dir():
             raise ValueError(f"no checkpoint at {folder}")
     try:
         import transformers
@@ -129,16 +157,22 @@ def load_pair(
         except Exception as error:  # files that are broken bring errors of all kinds
             raise ValueError(f"cannot load {path}: {first_line(error)}") from error
 
-    tokenizer = loaded(
-        lambda path: transformers.AutoTokenizer.from_pretrained(path, local_files_only=True), words
-    )
+    def tokenizer(folder: Path) -> Any:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
     read = loaded(lambda path: json.loads(path.read_text()), card) if card.is_file() else None
     return Pair(
         loaded(model, target),
-        loaded(model, draft),
-        tokenizer,
+        loaded(model, draft) if draft else None,
+        loaded(tokenizer, words),
         _find(read, "held_out_modules") or ["textwrap", "heapq", "calendar", "fractions"],
+        loaded(tokenizer, draft) if draft and has_tokenizer(draft) else None,
     )
+
+
+def _checkpoint(path: str) -> Path:
+    """Return the folder that an option names: a path, or a model that was fetched."""
+    return fetch.find(path) if path in fetch.MODELS and not Path(path).is_dir() else Path(path)
 
 
 def _find(tree: Any, key: str) -> Any:
@@ -150,7 +184,9 @@ def _find(tree: Any, key: str) -> Any:
     return next((found for value in tree.values() if (found := _find(value, key))), None)
 
 
-def load_named(args: argparse.Namespace) -> tuple[Pair, list[Prompt]]:
+def load_named(
+    args: argparse.Namespace, texts: list[str] | None = None, *, alone: bool = False
+) -> tuple[Pair, list[Prompt]]:
     """Load the models that a command line names on its device, and find what they complete.
 
     Parameters
@@ -158,23 +194,42 @@ def load_named(args: argparse.Namespace) -> tuple[Pair, list[Prompt]]:
     args : argparse.Namespace
         With ``target``, ``draft``, ``device`` and ``prompt``: see
         `specdec_ext.commands.frame.add_pair_arguments`.
+    texts : list of str, optional
+        What to complete, if it is known.
+    alone : bool
+        Whether a target may be named without a draft.
     """
     check_device(args.device)
-    pair = load_pair(args.target, args.draft, args.device)
-    return pair, find_prompts(pair, args.prompt)
+    pair = load_pair(args.target, args.draft, args.device, alone)
+    if texts is None:
+        return pair, find_prompts(pair, getattr(args, "prompt", None))
+    chat = getattr(args, "chat", False)
+    return pair, [
+        as_prompt(pair, f"prompt {number}", text, chat=chat)
+        for number, text in enumerate(texts, start=1)
+    ]
+
+
+def as_prompt(pair: Pair, name: str, text: str, *, chat: bool = False) -> Prompt:
+    """Put a text into the target's tokens, within its chat template if that is wanted."""
+    if chat:
+        found = pair.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    else:
+        found = pair.tokenizer(text, return_tensors="pt")
+    return Prompt(name, text, found["input_ids"].to(pair.device))
 
 
 def find_prompts(pair: Pair, text: str | None = None) -> list[Prompt]:
     """Take the given text, or the openings of modules that the models have never seen."""
-
-    def prompt(name: str, text: str) -> Prompt:
-        ids = pair.tokenizer(text, return_tensors="pt").input_ids
-        return Prompt(name, text, ids.to(pair.device))
-
     if text is not None:
         if not text:
             raise ValueError("--prompt is empty")
-        return [prompt("the prompt", text)]
+        return [as_prompt(pair, "the prompt", text)]
     library = Path(sysconfig.get_path("stdlib"))
     # The one that is shown first: prose, signatures and code in its opening lines.
     names = sorted(pair.held_out, key=lambda name: name != "textwrap")
@@ -183,7 +238,8 @@ def find_prompts(pair: Pair, text: str | None = None) -> list[Prompt]:
         path = library / f"{name}.py"
         if path.is_file() and len(found) < PROMPTS:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            found.append(prompt(f"{name}.py", "".join(_opening(lines, pair.tokenizer))))
+            opening = "".join(_opening(lines, pair.tokenizer))
+            found.append(as_prompt(pair, f"{name}.py", opening))
     if not found:
         raise ValueError(f"none of {', '.join(pair.held_out)} is in {library}; give --prompt")
     return found

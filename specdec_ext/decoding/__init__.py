@@ -1,5 +1,6 @@
 """The generation loop: `generate`, its statistics, the drafters and the gamma policies."""
 
+from .beam_generation import GeneratedBeams
 from .chain_generation import Burst, Generated, GenerationError
 from .counts import Counts
 from .drafters import Draft, Drafter, FeatureDrafter, NoDrafter, Requests, TreeProposer
@@ -13,6 +14,7 @@ from .drafters.hierarchy import HierarchicalDrafter
 from .drafters.lookup import LookupDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.stacked import StackedDrafter
+from .drafters.suffix import SuffixDrafter
 from .drafters.uniform import UniformDrafter
 from .generate import generate, stream
 from .policies import (
@@ -45,6 +47,7 @@ __all__ = [
     "FixedGamma",
     "GammaPolicy",
     "Generated",
+    "GeneratedBeams",
     "GenerationError",
     "GradientAscent",
     "GrownTree",
@@ -61,6 +64,7 @@ __all__ = [
     "StackedDrafter",
     "StaticTree",
     "Statistics",
+    "SuffixDrafter",
     "TreeProposer",
     "UniformDrafter",
     "generate",

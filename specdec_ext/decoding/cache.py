@@ -43,6 +43,9 @@ __all__ = [
 #: Layers that hold keys and values alone (`DummyLayer`: none, another layer's are used).
 ATTENTION_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 
+#: Longer prompts run by themselves where a tree comes next: its mask has a row for each token.
+_LONGEST_IN_A_MASK = 1024
+
 
 class Traits(NamedTuple):
     """How rows of different lengths may lie in one cache of a model; see `find_traits`.
@@ -121,9 +124,12 @@ class CachedModel:
         self._next: Tensor = torch.zeros_like(ends)  # [B], `lengths` on the device, while masked
         self._tree_slots = 0  # the last ones, of the tree that is being run
         self._tree_next = self._next
+        self._prompt: Tensor | None = None  # [B, P - 1], until a call has run it
 
     @torch.inference_mode()
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor | None, *, rides: bool = False
+    ) -> None:
         """Run all of the prompt but its last token; ``attention_mask`` has zeros at padding.
 
         Parameters
@@ -132,11 +138,12 @@ class CachedModel:
             ``[B, P - 1]``.
         attention_mask : Tensor or None
             ``[B, P - 1]``; None: no padding.
+        rides : bool
+            Whether the next call is to run it, with the tokens that it appends.
         """
         slots = input_ids.shape[1]
         if slots == 0:
             return
-        kwargs: dict[str, Any] = {}
         if self.static:
             self._reserve(slots)
         if attention_mask is not None and self._mask is not None:
@@ -144,28 +151,48 @@ class CachedModel:
         elif attention_mask is not None:
             self._mask = attention_mask.long()
         if self._mask is not None:
-            known = self._mask[:, :slots]
-            self._next = known.sum(1)
-            kwargs["attention_mask"] = self._visible(slots)
-            kwargs["position_ids"] = (known.cumsum(1) - 1).clamp_(min=0)
-        self._call(input_ids, last_only=True, **kwargs)
-        self.calls = 0
+            self._next = self._mask[:, :slots].sum(1)
         self.lengths = [slots] * len(self.lengths) if self._mask is None else self._next.tolist()
+        self._prompt = input_ids
+        if not rides:
+            self._run_prompt()
+
+    def _run_prompt(self) -> None:
+        """Run a prompt that waits by itself; that is no call."""
+        if self._prompt is None:
+            return
+        prompt, self._prompt = self._prompt, None
+        kwargs: dict[str, Any] = {}
+        if self._mask is not None:
+            kwargs["attention_mask"] = self._visible(prompt.shape[1])
+            kwargs["position_ids"] = self._prompt_positions(prompt)
+        self._call(prompt, rows=1, **kwargs)
+        self.calls -= 1
+
+    def _prompt_positions(self, prompt: Tensor) -> Tensor:
+        """Return the position ids of a prompt in the first slots, ``[B, P - 1]``."""
+        if self._mask is None:
+            return torch.arange(prompt.shape[1], device=prompt.device).expand_as(prompt)
+        return (self._mask[:, : prompt.shape[1]].cumsum(1) - 1).clamp_(min=0)
 
     def forward(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
         """Append tokens to every row: `HostedModel.forward`."""
         new = tokens.shape[1]
+        prompt, self._prompt = self._prompt, None
+        fed = tokens if prompt is None else torch.cat([prompt, tokens], 1)
         kwargs: dict[str, Any] = {}
         if self._mask is not None:
-            self._reserve(self.slots + new)
-            kwargs["attention_mask"] = self._visible(self.slots + new)
+            slots = self.slots + fed.shape[1]
+            self._reserve(slots)
+            kwargs["attention_mask"] = self._visible(slots)
             steps = torch.arange(new, device=tokens.device)
             # Past its end a row is fed to keep the batch rectangular; those logits are unused.
-            kwargs["position_ids"] = torch.minimum(
-                self._next[:, None] + steps, self.ends[:, None] - 1
-            )
+            ids = torch.minimum(self._next[:, None] + steps, self.ends[:, None] - 1)
+            if prompt is not None:
+                ids = torch.cat([self._prompt_positions(prompt), ids], 1)
+            kwargs["position_ids"] = ids
             self._next = self._next + new
-        logits = self._call(tokens, last_only=last_only, **kwargs)
+        logits = self._call(fed, rows=1 if last_only else new, **kwargs)
         self.lengths = [length + new for length in self.lengths]
         return logits
 
@@ -176,6 +203,8 @@ class CachedModel:
 
     def forward_nodes(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> Tensor:
         """Append nodes of a tree to every row: `HostedModel.forward_nodes`."""
+        if self._prompt is not None:
+            return self._forward_prompt_and_nodes(tokens, visible, depths)
         batch, new = tokens.shape
         start = self.slots - self._tree_slots
         self._tree_slots += new
@@ -186,14 +215,49 @@ class CachedModel:
             self._reserve(self.slots + new)
             before, first = self._mask[:, :start].bool(), self._tree_next
             self._next = self._next + new
-        seen = torch.cat([before[:, None].expand(-1, new, -1), visible], 2)[:, None]
+        seen = torch.cat([before[:, None].expand(-1, new, -1), visible], 2)
+        positions = torch.minimum(first[:, None] + depths, self.ends[:, None] - 1)
+        return self._call_nodes(tokens, seen, positions, new)
+
+    def _forward_prompt_and_nodes(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> Tensor:
+        """Run the prompt that waits and a tree's first nodes behind it in one call.
+
+        Every token of the prompt is told what it sees, too; so a long prompt goes by itself, where
+        attention that is causal by nature costs less.
+        """
+        assert self._prompt is not None
+        prompt, new = self._prompt, tokens.shape[1]
+        slots = prompt.shape[1]
+        if slots > _LONGEST_IN_A_MASK:
+            self._run_prompt()
+            return self.forward_nodes(tokens, visible, depths)
+        self._prompt = None
+        self._tree_slots += new
+        real = torch.ones_like(prompt) if self._mask is None else self._mask[:, :slots]
+        steps = torch.arange(slots, device=prompt.device)
+        causal = (steps[:, None] >= steps) & real.bool()[:, None]
+        causal = causal | (steps[:, None] == steps)  # no row, not even padding's, sees nothing
+        causal = torch.nn.functional.pad(causal, (0, new))
+        behind = torch.cat([real.bool()[:, None].expand(-1, new, -1), visible], 2)
+        first = torch.tensor(self.lengths, device=prompt.device)
+        if self._mask is not None:
+            self._reserve(slots + new)
+            first, self._next = self._tree_next, self._next + new
+        nodes = torch.minimum(first[:, None] + depths, self.ends[:, None] - 1)
+        positions = torch.cat([self._prompt_positions(prompt), nodes], 1)
+        fed = torch.cat([prompt, tokens], 1)
+        return self._call_nodes(fed, torch.cat([causal, behind], 1), positions, new)
+
+    def _call_nodes(self, tokens: Tensor, seen: Tensor, positions: Tensor, new: int) -> Tensor:
+        """Run tokens that see ``seen`` ``[B, m, slots]``; return the last ``new`` rows."""
+        seen = seen[:, None]
         if self.static and self._mask is not None:
             seen = torch.nn.functional.pad(seen, (0, self._mask.shape[1] - seen.shape[3]))
         logits = self._call(
             tokens,
-            last_only=False,
+            rows=new,
             attention_mask=additive_mask(seen, getattr(self.model, "dtype", torch.float32)),
-            position_ids=torch.minimum(first[:, None] + depths, self.ends[:, None] - 1),
+            position_ids=positions,
         )
         self.lengths = [length + new for length in self.lengths]
         return logits
@@ -208,9 +272,22 @@ class CachedModel:
             layer.keep_path(nodes[:, 1:], accepted, starts)
         self.rollback(count - kept)
 
-    def _call(self, tokens: Tensor, *, last_only: bool, **kwargs: Any) -> Tensor:
-        if last_only and "logits_to_keep" in self._accepts:
-            kwargs["logits_to_keep"] = 1
+    def keep_tree(self, nodes: Tensor, first: int) -> None:
+        """Drop nodes of a tree that goes on: `HostedModel.keep_tree`."""
+        start, count = self.slots - self._tree_slots, first + nodes.shape[1]
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
+            layer.gather(start + nodes, start + first)
+        dropped = self._tree_slots - count
+        self.slots, self._tree_slots = start + count, count
+        self.lengths = [length - dropped for length in self.lengths]
+        if self._mask is not None:
+            self._next = self._next - dropped
+
+    def _call(self, tokens: Tensor, *, rows: int, **kwargs: Any) -> Tensor:
+        """Run tokens; return the logits of the last ``rows`` of them."""
+        if rows < tokens.shape[1] and "logits_to_keep" in self._accepts:
+            kwargs["logits_to_keep"] = rows
         position_ids = kwargs.pop("position_ids", None)
         if position_ids is not None and self.traits.first is not None:
             kwargs["position_ids"] = position_ids + self.traits.first
@@ -232,12 +309,16 @@ class CachedModel:
             self.features = _last_hidden_states(self.model, output, tokens)
         self.calls += 1
         self.slots += tokens.shape[1]
-        logits: Tensor = output.logits[:, -1:] if last_only else output.logits
+        logits: Tensor = output.logits[:, -rows:]
         return logits.float() if logits.dtype == torch.float64 else logits
 
     def rollback(self, drop: Counts, *, across_holes: bool = False) -> None:
         """Forget the last tokens of each row: `HostedModel.rollback`."""
         common, most = min(drop.host), max(drop.host)
+        if self._prompt is not None:
+            if not most:
+                return  # nothing was run yet
+            self._run_prompt()
         if most > common and self._mask is None:
             self._mask = torch.ones(
                 len(drop.host), self.slots, dtype=torch.int64, device=drop.device.device
@@ -259,14 +340,19 @@ class CachedModel:
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> None:
         """Keep only these rows of the batch, given on the device and on the host."""
-        self.cache.batch_select_indices(rows)
+        if self._prompt is None:
+            self.cache.batch_select_indices(rows)
+        else:
+            self._prompt = self._prompt[rows]  # the cache is empty
         if hasattr(self.model, "begin"):
             self.model.select(rows)
         self.ends = self.ends[rows]
         self.lengths = [self.lengths[i] for i in indices]
         if self._mask is not None:
             self._mask, self._next = self._mask[rows], self._next[rows]
-            self._compact()
+            self._tree_next = self._tree_next[rows]
+            if self._prompt is None:
+                self._compact()
 
     def _compact(self, *, always: bool = False) -> None:
         """Gather each row's tokens at its end, if that saves enough slots."""

@@ -69,8 +69,15 @@ class Burst(NamedTuple):
         return [i < self.accepted for i in range(len(self.tokens))]
 
 
-class Generated(NamedTuple):
-    """Result of `generate`.
+class GeneratedPair(NamedTuple):
+    """What every kind of generation gives: sequences and statistics."""
+
+    sequences: Tensor
+    statistics: Statistics
+
+
+class Generated(GeneratedPair):
+    """Result of `generate`: the pair ``(sequences, statistics)``, with log-probabilities beside it.
 
     Attributes
     ----------
@@ -78,10 +85,23 @@ class Generated(NamedTuple):
         ``[B, P + N]``, the prompts as given and the new tokens, ``pad_token_id`` after the end.
     statistics : Statistics
         Counts and times, with definitions.
+    logprobs : Tensor
+        ``[B, N]`` float32, of the new tokens, as in `Burst`: under the law that they were sampled
+        from, or of the target's raw rows under ``raw_logprobs=True``. 0 after the end, so that a
+        row's sum is the log-probability of its text.
     """
 
-    sequences: Tensor
-    statistics: Statistics
+    logprobs: Tensor
+
+    def __new__(cls, sequences: Tensor, statistics: Statistics, logprobs: Tensor) -> Generated:
+        """Make the pair, and keep the log-probabilities beside it."""
+        made = super().__new__(cls, sequences, statistics)
+        made.logprobs = logprobs
+        return made
+
+    def __getnewargs__(self) -> tuple[Tensor, Statistics, Tensor]:
+        """Give what copies and pickles are made of."""
+        return self.sequences, self.statistics, self.logprobs
 
 
 class GenerationError(RuntimeError):
@@ -145,6 +165,7 @@ class ChainGeneration:
         self.stops = settings.stops
         self.limits = limits = settings.limits
         self.new: list[list[int]] = [[] for _ in limits]
+        self.logprobs: list[list[float]] = [[] for _ in limits]  # of the same tokens
         self.running = [b for b, limit in enumerate(limits) if limit > 0]
         self.ended: set[int] = set()  # requests that met a stop
         self.texts: list[list[int]] = [[] for _ in limits]  # the prompts, if someone asks for them
@@ -153,7 +174,11 @@ class ChainGeneration:
         self.clock = Clock(settings.prompts.device)
 
     def start(self) -> None:
-        """Run the prompts but their last tokens through both models."""
+        """Take the prompts.
+
+        The first round's calls run them, with what they draft and verify: so no call is spent on
+        prompts alone, but by a drafter that reads the target's states of them.
+        """
         from .hosting import host_model
 
         if not self.running:
@@ -177,7 +202,11 @@ class ChainGeneration:
             verifies=self.policy.limit > 0,
             features=self.reads_features,
         )
-        self.target.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
+        self.target.prefill(
+            ids[:, :-1],
+            None if mask is None else mask[:, :-1],
+            rides=not self.reads_features,
+        )
         self.drafter.start(
             Requests(
                 ids,
@@ -329,6 +358,7 @@ class ChainGeneration:
         rejected = rejected and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
         self.new[b] += tokens
+        self.logprobs[b] += outcome.logprobs[: len(tokens)]
         self.statistics.record(
             b, drafted=length, accepted=accepted, emitted=len(tokens), rejected=rejected
         )
@@ -414,13 +444,15 @@ class ChainGeneration:
         self.statistics.draft_calls = self.drafter.calls
         width = max(map(len, self.new), default=0)
         prompts = self.settings.prompts
+
+        def filled(rows: Sequence[Sequence[float]], pad: float, dtype: torch.dtype) -> Tensor:
+            whole = [[*row, *[pad] * (width - len(row))] for row in rows]
+            return torch.tensor(whole, dtype=dtype, device=prompts.device).reshape(len(rows), width)
+
         with torch.inference_mode(False):
-            new = torch.tensor(
-                [tokens + [self.settings.pad] * (width - len(tokens)) for tokens in self.new],
-                dtype=prompts.dtype,
-                device=prompts.device,
-            ).reshape(len(self.new), width)
-            return Generated(torch.cat([prompts, new], 1), self.statistics)
+            new = filled(self.new, self.settings.pad, prompts.dtype)
+            logprobs = filled(self.logprobs, 0.0, torch.float32)
+            return Generated(torch.cat([prompts, new], 1), self.statistics, logprobs)
 
 
 def _drafted(tokens: list[int]) -> int:

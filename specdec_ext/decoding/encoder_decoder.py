@@ -18,7 +18,7 @@ from .decoder_positions import PositionTable, ToldPositions
 from .decoder_trials import find_manner
 from .module_views import outermost_lists, with_part
 
-__all__ = ["EncodedModel", "encoded"]
+__all__ = ["EncodedModel", "encoded", "rows_of"]
 
 
 class EncodedModel:
@@ -79,7 +79,7 @@ class EncodedModel:
 
     def select(self, rows: Tensor) -> None:
         """Keep only these requests."""
-        self.outputs = _rows_of(self.outputs, rows)
+        self.outputs = rows_of(self.outputs, rows)
         self.mask = None if self.mask is None else self.mask[rows]
         if len(self._cross):
             self._cross.batch_select_indices(rows)
@@ -123,7 +123,7 @@ class EncodedModel:
             kwargs["attention_mask"] = self.mask
         outputs = self.outputs
         if self.writes:
-            outputs = _rows_of(outputs, torch.arange(len(input_ids), device=input_ids.device))
+            outputs = rows_of(outputs, torch.arange(len(input_ids), device=input_ids.device))
         return model(
             encoder_outputs=outputs,
             decoder_input_ids=input_ids,
@@ -223,7 +223,7 @@ def _path_of_layers(model: Any) -> str | None:
     return f"{prefix}.{lists[0]}" if len(lists) == 1 else None
 
 
-def _rows_of(outputs: ModelOutput, rows: Tensor) -> ModelOutput:
+def rows_of(outputs: ModelOutput, rows: Tensor) -> ModelOutput:
     """Return what the encoder gave for these requests."""
     batch = len(outputs[0])
     kept = {

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from ..contract import RULES
 from . import arguments
+from .beam_generation import BeamGeneration, GeneratedBeams
+from .beams import beam_options, check_unsampled
 from .chain_generation import Burst, ChainGeneration, Generated
 from .checks import flag, shown
+from .collapse import warn_where_drafts_fail
+from .configured import check_sampled, configured, repeated
 from .drafters import Drafter, as_drafter, check_distinct
 from .options import Options, Settings
 from .policies import FixedGamma, GammaPolicy, as_policy
@@ -32,9 +36,12 @@ def generate(
     input_ids: Tensor,
     *,
     attention_mask: Tensor | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
+    generation_config: Any = None,
+    max_new_tokens: int | Sequence[int] | None = None,
+    num_return_sequences: int | None = None,
+    do_sample: bool | None = None,
     gamma: int | GammaPolicy = 5,
-    temperature: float | Sequence[float] | Tensor = 0.0,
+    temperature: float | Sequence[float] | Tensor | None = None,
     top_k: int | Sequence[int] | Tensor | None = None,
     top_p: float | Sequence[float] | Tensor | None = None,
     min_p: float | Sequence[float] | Tensor | None = None,
@@ -62,9 +69,13 @@ def generate(
     padded_texts: bool = False,
     static_cache: bool = False,
     measure_alpha: bool = False,
+    num_beams: int = 1,
+    draft_beams: int | None = None,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
     on_round: Callable[[list[Burst]], None] | None = None,
     progress: bool = False,
-) -> Generated:
+) -> Generated | GeneratedBeams:
     """Generate with a target model and a draft: each target call verifies several draft tokens.
 
     Under every lossless rule, the default among them, the new tokens are distributed as the
@@ -85,14 +96,28 @@ def generate(
         ``[B, P]`` int64 or int32 prompts, left-padded.
     attention_mask : Tensor, optional
         ``[B, P]``, zeros at padding. None: every token is part of its prompt.
-    max_new_tokens : int or sequence of int
-        Limit on new tokens, of all requests or of each. Never exceeded.
+    generation_config : transformers.GenerationConfig, optional
+        Says what arguments left out are: lengths, ``do_sample``, temperature and filters, stop
+        tokens and strings, padding, ``num_return_sequences``, completed as ``model.generate`` does
+        it (from the model's own configuration; top-k is 50 where nobody says otherwise). One that
+        asks for anything else is refused; `specdec_ext.hf.generate_fn` takes it. None: the model's
+        own is consulted for ``eos_token_id`` and ``pad_token_id`` alone.
+    max_new_tokens : int or sequence of int, optional
+        Limit on new tokens, of all requests or of each. Never exceeded. Default: 128.
+    num_return_sequences : int, optional
+        So many sequences of each prompt, sampled independently: rows b n, ..., b n + n - 1 of the
+        result are those of prompt b, requests with seeds of their own. What was given for each
+        prompt goes for all of its sequences, but for ``seeds``: one number, or one a sequence. Of a
+        beam search the best so many, at most ``num_beams``. Default: 1.
+    do_sample : bool, optional
+        True: sample, at temperature 1 if none is given. False: greedy. What it contradicts is
+        refused. None: the temperature says.
     gamma : int or GammaPolicy
         Draft tokens a round, or what chooses them as it goes (see `specdec_ext.decoding.policies`);
         of no account where ``tree`` is given.
     temperature, top_k, top_p, min_p : number, sequence or Tensor ``[B]``
         The sampling law, of all requests or of each, as in `specdec_ext.verify`. Temperature 0 (the
-        default) is greedy. The model's own ``generation_config`` is not consulted for these.
+        default) is greedy.
     draft_temperature, draft_top_k, draft_top_p, draft_min_p : number, sequence or Tensor ``[B]``
         What the draft is sampled with; each by default as the target is. Any choice leaves the law
         of the new tokens as it is under a lossless rule, and changes how many draft tokens are
@@ -159,6 +184,23 @@ def generate(
         Compute sum_x min(p(x), q(x)) at every tested draft token, for `Statistics.alpha`: one more
         pass over the rows a round, counted in the phase ``rest``. Chains only, and not under
         "top_beta", whose drafts are not sampled.
+    num_beams : int
+        Live beams of a beam search by the target (at most 64), of which the draft, a model or a
+        drafter that runs one, searches ``gamma`` levels ahead. The hypotheses and their scores are
+        those of transformers' beam search, whatever the draft. Nothing is sampled, so that what is
+        about sampling, rules and trees must be left out, and so must stop sequences, strings and
+        criteria. Logits processors are called on log-probabilities, as transformers calls them,
+        each beam's after its own text; they must be functions of their arguments. 1: no beams.
+    draft_beams : int, optional
+        The draft's beams, at least ``num_beams`` (the default). With one beam of the target's, the
+        result is its greedy choice.
+    length_penalty : float
+        A hypothesis' score is the sum of its tokens' log-probabilities divided by their number to
+        this power.
+    early_stopping : bool or "never"
+        When a request's search is over, its hypotheses being as many as its beams. True: then.
+        False: when the best live beam's score at its present length is no better than the worst of
+        theirs. "never": when its score at the most favourable length is not.
     on_round : callable, optional
         Called after every round with what it added (a list of `Burst`).
     progress : bool
@@ -166,8 +208,9 @@ def generate(
 
     Returns
     -------
-    Generated
-        ``(sequences, statistics)``.
+    Generated or GeneratedBeams
+        ``(sequences, statistics)``, and ``logprobs`` beside them; a beam search gives
+        `GeneratedBeams`, which has ``scores`` in the place of ``logprobs``.
 
     Raises
     ------
@@ -192,6 +235,10 @@ def generate(
     text on the host one a round. The cache has a slot for every token of every row; tokens that a
     row rejected while another kept its own are masked out (see `CachedModel`).
 
+    Where at least 64 draft tokens were tested, in at least half of the request calls, and less than
+    1 in 20 of them was accepted, a `UserWarning` says so at the end, with the numbers and what to
+    do: drafting cannot pay then.
+
     Examples
     --------
     >>> sequences, statistics = generate(target, draft, input_ids, gamma=5)  # doctest: +SKIP
@@ -203,7 +250,10 @@ def generate(
         draft=draft,
         input_ids=input_ids,
         attention_mask=attention_mask,
+        generation_config=generation_config,
         max_new_tokens=max_new_tokens,
+        num_return_sequences=num_return_sequences,
+        do_sample=do_sample,
         gamma=gamma,
         temperature=temperature,
         top_k=top_k,
@@ -233,10 +283,21 @@ def generate(
         padded_texts=padded_texts,
         static_cache=static_cache,
         measure_alpha=measure_alpha,
+        num_beams=num_beams,
+        draft_beams=draft_beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
     )
     if on_round is not None and not callable(on_round):
         raise TypeError(f"generate: on_round must be a callable or None, got {shown(on_round)}")
     progress = flag("generate: progress", progress)
+    if beam_options(options) is not None:
+        if on_round is not None or progress:
+            raise ValueError(
+                "generate: a beam search has no tokens to show before its end; on_round must be "
+                "None and progress False where num_beams or draft_beams is given"
+            )
+        return _search(configured(options))
     generation = _prepare(options)
     with _progress_bar(generation, shown=progress) as show:
         for bursts in _rounds(generation):
@@ -287,7 +348,13 @@ def stream(
     bound = signature(generate).bind(target, draft, input_ids, **options)
     bound.apply_defaults()
     given = {name: bound.arguments[name] for name in Options.__dataclass_fields__}
-    return _bursts(_prepare(Options(**given)))
+    checked = Options(**given)
+    if beam_options(checked) is not None:
+        raise ValueError(
+            "stream: a beam search has no tokens to show before its end; num_beams must be 1 and "
+            f"draft_beams None, got {checked.num_beams} and {checked.draft_beams}"
+        )
+    return _bursts(_prepare(checked))
 
 
 def _bursts(generation: ChainGeneration) -> Generator[Burst, None, Generated]:
@@ -306,6 +373,7 @@ def _rounds(generation: ChainGeneration) -> Iterator[list[Burst]]:
         yield bursts
     with torch.inference_mode():
         generation.finish()
+    warn_where_drafts_fail(generation.statistics, stacklevel=3)  # generate's or stream's caller
 
 
 @contextmanager
@@ -324,12 +392,34 @@ def _progress_bar(
         yield lambda bursts: bar.update(sum(len(burst.tokens) for burst in bursts))
 
 
+def _search(given: Options) -> GeneratedBeams:
+    """Check the arguments that a beam search shares with other generation, and run it."""
+    beams = beam_options(given)
+    assert beams is not None
+    arguments.check_target(given.target)
+    arguments.check_prompts(given.input_ids, given.attention_mask, given.target)
+    check_unsampled(given.temperature, len(given.input_ids))
+    generation = BeamGeneration(given, beams)
+    _warn_of_training(given)
+    return generation.run()
+
+
+def _warn_of_training(given: Options) -> None:
+    if getattr(given.target, "training", False) or getattr(given.draft, "training", False):
+        warnings.warn(
+            "generate: a model is in training mode; without eval(), dropout is part of its law",
+            stacklevel=4,
+        )
+
+
 def _prepare(given: Options) -> ChainGeneration:
     """Check the arguments of `generate`, and bring them to one form."""
-    target, tree, ids = given.target, given.tree, given.input_ids
+    target, tree = given.target, given.tree
     arguments.check_target(target)
     kind, drafter, policy = _drafting(given)
-    arguments.check_prompts(ids, given.attention_mask, target)
+    arguments.check_prompts(given.input_ids, given.attention_mask, target)
+    given = repeated(configured(given))
+    ids = given.input_ids
     flags = {
         name: flag(f"generate: {name}", getattr(given, name))
         for name in ("raw_logprobs", "padded_texts", "static_cache", "measure_alpha")
@@ -347,6 +437,7 @@ def _prepare(given: Options) -> ChainGeneration:
     )
     sampling = {name: getattr(given, name) for name in SAMPLING}
     laws = sampling_laws(batch, device, sampling, greedy=rule == "greedy")
+    check_sampled(given, greedy=laws.greedy)
     if flags["measure_alpha"] and RULES[rule].ignores_sampling and not RULES[rule].lossless:
         raise ValueError(
             f'generate: measure_alpha must be False under the rule "{rule}", which samples no draft'
@@ -378,11 +469,7 @@ def _prepare(given: Options) -> ChainGeneration:
             given.seeds, given.generator, batch, device, unused=laws.greedy and laws.draft_greedy
         ),
     )
-    if getattr(target, "training", False) or getattr(given.draft, "training", False):
-        warnings.warn(
-            "generate: a model is in training mode; without eval(), dropout is part of its law",
-            stacklevel=3,
-        )
+    _warn_of_training(given)
     return kind(target, drafter, policy, settings)
 
 

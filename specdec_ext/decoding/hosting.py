@@ -38,8 +38,14 @@ class HostedModel(Protocol):
         (see `host_model`), and after a `prefill` that had nothing to run.
         """
 
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-        """Run all of the prompts but their last tokens, ``[B, P - 1]``, left-padded."""
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor | None, *, rides: bool = False
+    ) -> None:
+        """Run all of the prompts but their last tokens, ``[B, P - 1]``, left-padded.
+
+        With ``rides`` they may wait for the next call, and be run in it: then no call is spent on
+        the prompts alone, and `features` of them are not there.
+        """
 
     def forward(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
         """Append ``tokens`` ``[B, m]`` to every row; return logits ``[B, m, V]``.
@@ -88,6 +94,17 @@ class HostedModel(Protocol):
             ``[B, n]`` int64, so many nodes from the root on, then anything.
         kept : Counts
             How many.
+        """
+
+    def keep_tree(self, nodes: Tensor, first: int) -> None:
+        """Drop nodes of a tree that goes on; those that stay are numbered anew.
+
+        Parameters
+        ----------
+        nodes : Tensor
+            ``[B, n]`` int64, which nodes come behind the first ones, in this order.
+        first : int
+            How many nodes stay where they are.
         """
 
 

@@ -77,12 +77,12 @@ class GrowingLayer(DynamicLayer):
         if self.is_initialized:
             self._resize(self.slots + tokens_to_remove)
 
-    def gather(self, index: Tensor) -> None:
-        """Keep slots ``index`` ``[B, slots]`` of each row, in that order."""
+    def gather(self, index: Tensor, first: int = 0) -> None:
+        """Keep the first slots, and ``index`` ``[B, n]`` of each row behind them, in that order."""
         if self.is_initialized:
-            _gather_slots(self._keys, index)
-            _gather_slots(self._values, index)
-            self._resize(index.shape[1])
+            _gather_slots(self._keys, index, first)
+            _gather_slots(self._values, index, first)
+            self._resize(first + index.shape[1])
 
     def keep_path(self, path: Tensor, accepted: Tensor, starts: Tensor) -> None:
         """Move nodes ``path`` of the tree at slot ``starts`` behind its root: `compact_kv`."""
@@ -126,12 +126,12 @@ class FixedLayer(StaticLayer):
         if self.is_initialized:
             self.cumulative_length.add_(tokens_to_remove)
 
-    def gather(self, index: Tensor) -> None:
-        """Keep slots ``index`` ``[B, slots]`` of each row, in that order."""
+    def gather(self, index: Tensor, first: int = 0) -> None:
+        """Keep the first slots, and ``index`` ``[B, n]`` of each row behind them, in that order."""
         if self.is_initialized:
-            _gather_slots(self.keys, index)
-            _gather_slots(self.values, index)
-            self.cumulative_length.fill_(index.shape[1])
+            _gather_slots(self.keys, index, first)
+            _gather_slots(self.values, index, first)
+            self.cumulative_length.fill_(first + index.shape[1])
 
     def keep_path(self, path: Tensor, accepted: Tensor, starts: Tensor) -> None:
         """Move nodes ``path`` of the tree at slot ``starts`` behind its root: `compact_kv`."""
@@ -146,7 +146,7 @@ class FixedLayer(StaticLayer):
             self.batch_size = len(indices)
 
 
-def _gather_slots(buffer: Tensor, index: Tensor) -> None:
-    """Move slots ``index`` ``[B, slots]`` of ``[B, heads, n, size]`` to the front, in order."""
+def _gather_slots(buffer: Tensor, index: Tensor, first: int) -> None:
+    """Move slots ``index`` [B, n] of ``[B, heads, slots, size]`` to slot ``first``, in order."""
     wide = index[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-    buffer.narrow(2, 0, index.shape[1]).copy_(buffer.gather(2, wide))
+    buffer.narrow(2, first, index.shape[1]).copy_(buffer.gather(2, wide))

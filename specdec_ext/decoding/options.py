@@ -19,15 +19,21 @@ __all__ = ["Options", "Settings"]
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of `generate` as they were given; it documents them and has their defaults."""
+    """Arguments of `generate` as they were given; it documents them and has their defaults.
+
+    (Those that `configured` fills in are None until then.)
+    """
 
     target: Any
     draft: Any
     input_ids: Tensor
     attention_mask: Tensor | None
-    max_new_tokens: int | Sequence[int]
+    generation_config: Any
+    max_new_tokens: Any
+    num_return_sequences: Any
+    do_sample: bool | None
     gamma: Any
-    temperature: float | Sequence[float] | Tensor
+    temperature: Any
     top_k: int | Sequence[int] | Tensor | None
     top_p: float | Sequence[float] | Tensor | None
     min_p: float | Sequence[float] | Tensor | None
@@ -55,6 +61,10 @@ class Options:
     padded_texts: bool
     static_cache: bool
     measure_alpha: bool
+    num_beams: int
+    draft_beams: int | None
+    length_penalty: float
+    early_stopping: bool | str
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,61 @@ class Processors:
                     slots.append(_Slot(row, v, b, (*above, token), parent))
         return self._process(slots, logits, of_draft=False)
 
+    def beams(
+        self,
+        running: Sequence[int],
+        alive: Sequence[Sequence[bool]],
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        rows: Tensor,
+    ) -> Tensor:
+        """Process the rows of trees that begin in several texts: the live beams of each request.
+
+        Parameters
+        ----------
+        running : sequence of int
+            The request of each row; beam j of request b is text ``b * W + j``.
+        alive : sequence of sequence of bool
+            ``[R][W]``, whether there is such a beam.
+        tokens, parents : sequence of sequence of int
+            ``[R][N]``: nodes 0 .. W-1 are the beams, whose last tokens their texts hold.
+        rows : Tensor
+            ``[R, N, V]``; those of nodes that cannot be reached stay as they are.
+
+        Returns
+        -------
+        Tensor
+            ``[R, N, V]`` float32.
+
+        Raises
+        ------
+        ValueError
+            A processor keeps state: texts branch, and what it saw of one is not undone.
+        """
+        vocabulary = range(rows.shape[2])
+        slots = []
+        for row, b in enumerate(running):
+            width = len(alive[row])
+            nodes: list[_Slot | None] = [
+                _Slot(row, j, b * width + j, (), None) if real else None
+                for j, real in enumerate(alive[row])
+            ]
+            below = zip(tokens[row][width:], parents[row][width:], strict=True)
+            for v, (token, parent) in enumerate(below, width):
+                above = nodes[parent] if parent >= 0 and token in vocabulary else None
+                nodes.append(
+                    above and _Slot(row, v, above.request, (*above.path, token), above.column)
+                )
+            slots += [slot for slot in nodes if slot is not None]
+        processed = self._process(slots, rows, of_draft=False)
+        if self._keep:
+            raise ValueError(
+                f"generate: logits_processor {name_of(self._given[min(self._keep)])} must be a "
+                "function of its arguments where beams are searched, got one that keeps state "
+                "between calls"
+            )
+        return processed
+
     def finish(self) -> None:
         """Leave what keeps state as it is behind the longest text, as plain decoding would."""
         if not self._keep or self._followed is None:

@@ -100,8 +100,13 @@ class RecurrentModel:
         return [lengths[row] for row in range(len(lengths))]
 
     @torch.inference_mode()
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-        """Run the prompts but their last tokens, those of one length together, without padding."""
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor | None, *, rides: bool = False
+    ) -> None:
+        """Run the prompts but their last tokens, those of one length together, without padding.
+
+        They never wait: a rejected draft is rolled back to the state behind them.
+        """
         batch, width = input_ids.shape
         lengths = [width] * batch
         if attention_mask is not None:
@@ -174,6 +179,10 @@ class RecurrentModel:
         raise AssertionError
 
     def keep_nodes(self, nodes: Tensor, kept: Counts) -> None:
+        """Refuse, as `begin_tree` does."""
+        self.begin_tree()
+
+    def keep_tree(self, nodes: Tensor, first: int) -> None:
         """Refuse, as `begin_tree` does."""
         self.begin_tree()
 

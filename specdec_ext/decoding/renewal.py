@@ -247,7 +247,8 @@ class RenewalRule:
             self._everyone.add(sum(accepted), sum(tested))
         spent = 1 + self.times.c * steps if steps else 1 / self.times.setup
         self._time = self._keep * self._time + spent
-        self._seconds = self._keep * self._seconds + seconds
+        if self._round > 1:  # the first round runs the prompts, too
+            self._seconds = self._keep * self._seconds + seconds
         for b, taken in enumerate(accepted):
             if tested[b]:
                 self._trials[b].add(taken, tested[b])

@@ -46,11 +46,14 @@ class RowByRow:
         """Tokens in each row's cache, those that it was spared counted in."""
         return [row.lengths[0] + n for row, n in zip(self._rows, self._unfed, strict=True)]
 
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor | None, *, rides: bool = False
+    ) -> None:
         """Run all of the prompts but their last tokens, without their padding."""
         for b, row in enumerate(self._rows):
             ids = input_ids[b : b + 1]
-            row.prefill(ids if attention_mask is None else ids[:, attention_mask[b].bool()], None)
+            ids = ids if attention_mask is None else ids[:, attention_mask[b].bool()]
+            row.prefill(ids, None, rides=rides)
         states = [row.features for row in self._rows]
         like = next((found for found in states if found is not None), None)
         if like is None:
@@ -116,6 +119,11 @@ class RowByRow:
         """End a tree: `HostedModel.keep_nodes`."""
         for b, row in enumerate(self._rows):
             row.keep_nodes(nodes[b : b + 1], kept.row(b))
+
+    def keep_tree(self, nodes: Tensor, first: int) -> None:
+        """Drop nodes of a tree that goes on: `HostedModel.keep_tree`."""
+        for b, row in enumerate(self._rows):
+            row.keep_tree(nodes[b : b + 1], first)
 
 
 def _stacked(answers: list[Any], width: int) -> Tensor:

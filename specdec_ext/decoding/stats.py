@@ -10,8 +10,12 @@ request's part in one round. In it, draft token i (1-based) is
   they were, the round could not have taken them.
 
 The output is cut behind a stop token, and so are these counts: what verification accepted behind
-the stop token is neither accepted nor tested nor emitted. The prompt's prefill is no round, emits
-nothing, and its time is kept apart.
+the stop token is neither accepted nor tested nor emitted.
+
+The prompts ride on the first round: its calls run them, too, so that no call is spent on prompts
+alone, and their time is in `decode_seconds`. Where they cannot (a drafter that reads the target's
+states of them, a model with a recurrent state, a long prompt before a tree), they are run before,
+in the phase ``prefill``, which is no round and emits nothing.
 """
 
 from __future__ import annotations
@@ -89,11 +93,12 @@ class Statistics:
         Draft tokens asked for in a round, or the most that the policy may ask for. Near a request's
         limit there are fewer.
     rounds : int
-        Target calls, prefill excluded.
+        Target calls, but those that ran prompts alone.
     request_calls : int
         Request calls: the sum over rounds of the requests that were running.
     draft_calls : int
-        Calls of the draft model, prefill excluded (0 without one); of a hierarchy, of all levels.
+        Calls of the draft model, but those that ran prompts alone (0 without one); of a hierarchy,
+        of all levels.
     drafted : int
         Draft tokens offered for verification.
     tested : list of int
@@ -114,9 +119,10 @@ class Statistics:
     alpha_samples : int
         How many there are.
     seconds : dict of str to float
-        Wall time by phase: ``prefill`` (both models on the prompt), ``draft`` (proposing),
-        ``target`` (its calls), ``verify`` (the operator), ``rest`` (all else: logits processors of
-        the target's rows, the synchronisation, the caches' rollback, the bookkeeping).
+        Wall time by phase: ``prefill`` (all before the first round: how the models are to be run,
+        prompts that are run alone), ``draft`` (proposing), ``target`` (its calls), ``verify`` (the
+        operator), ``rest`` (all else: logits processors of the target's rows, the synchronisation,
+        the caches' rollback, the bookkeeping).
     """
 
     gamma: int
@@ -238,6 +244,15 @@ class Statistics:
         return [_ratio(p, t) for p, t in zip(self.passed, self.tested, strict=True)]
 
     @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of request calls in which draft token i was accepted, for i = 1..gamma.
+
+        They sum to `mean_accepted_length`. (Drafts that are short or missing count as calls without
+        it; `conditional_acceptance` leaves them out.)
+        """
+        return [_ratio(p, self.request_calls) for p in self.passed]
+
+    @property
     def acceptance_by_rank(self) -> list[float]:
         """P(the k-th child of a node is the one accepted), k = 1, ...; for `sequoia_tree`."""
         return [_ratio(p, t) for p, t in zip(self.rank_passed, self.rank_tested, strict=True)]
@@ -314,6 +329,7 @@ class Statistics:
             "alpha",
             "mean_accepted_length",
             "conditional_acceptance",
+            "acceptance_by_position",
             "acceptance_by_rank",
             "histogram",
             "new_tokens",
@@ -322,3 +338,40 @@ class Statistics:
             "verify_share",
         )
         return {name: plain(getattr(self, name)) for name in names} | {"seconds": self.seconds}
+
+    def summary(self) -> dict[str, float]:
+        """Give what matters as one flat dict of numbers, for a log or a metrics hook.
+
+        Counts, rates, seconds of each phase and, as ``acceptance_at_1`` and so on, what
+        `acceptance_by_position` says. What is not known (alpha without ``measure_alpha``, rates of
+        drafts where there were none) is left out, so that every value is a finite number.
+
+        Examples
+        --------
+        >>> statistics = Statistics(2, new_tokens=[0])
+        >>> statistics.record(0, drafted=2, accepted=1, emitted=2, rejected=True)
+        >>> found = statistics.summary()
+        >>> found["tokens_per_target_call"], found["acceptance_at_1"], found["acceptance_at_2"]
+        (2.0, 1.0, 0.0)
+        """
+        names = (
+            "rounds",
+            "request_calls",
+            "draft_calls",
+            "emitted",
+            "drafted",
+            "accepted",
+            "rejected",
+            "tokens_per_target_call",
+            "accepted_of_tested",
+            "alpha",
+            "mean_accepted_length",
+            "decode_seconds",
+            "tokens_per_second",
+        )
+        found: dict[str, float] = {name: getattr(self, name) for name in names}
+        for i, share in enumerate(self.acceptance_by_position, start=1):
+            found[f"acceptance_at_{i}"] = share
+        for phase, seconds in self.seconds.items():
+            found[f"seconds_{phase}"] = seconds
+        return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -75,6 +75,12 @@ class Texts:
         lengths = self.lengths()
         return lengths.index(max(lengths))
 
+    def forget(self) -> None:
+        """Read all new tokens again: they are no longer those before with others behind them."""
+        self._known = [
+            min(known, len(prompt)) for known, prompt in zip(self._known, self.prompts, strict=True)
+        ]
+
     def ids(self, width: int) -> Tensor:
         """Return the first ``width`` columns, ``[B, width]`` int64: not to be written to."""
         lengths = self.lengths()

@@ -83,6 +83,7 @@ class TreeGeneration(ChainGeneration):
         rejected = visits[-1][0] > 0 and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
         self.new[b] += tokens
+        self.logprobs[b] += outcome.logprobs[: len(tokens)]
         self.statistics.record(
             b,
             drafted=sum(parent >= 0 for parent in outcome.parents),

@@ -35,6 +35,13 @@ __all__ = ["MASKED", "BlockState", "SpecDrafter", "SpecDrafterConfig", "block_ma
 #: In ``block_ids``: a slot that holds [MASK].
 MASKED = -1
 
+# The fewest slots that are projected onto the vocabulary: BLAS libraries take other kernels for
+# fewer rows, which round otherwise. From here on a row had the same bits among any number of them.
+_FEWEST_SLOTS = 4
+# A float32 matrix of more entries than this lies in no cache of a CPU. There some rows at a time
+# cost a quarter less than all at once (MKL, 25 slots, 32,000 tokens), with the same bits.
+_LARGE, _PART = 1 << 22, 1024
+
 # What a target's encoder and this one must share, so that its weights mean the same here.
 _OF_THE_ENCODER = (
     "vocab_size",
@@ -452,7 +459,7 @@ class SpecDrafter(T5PreTrainedModel):
         if block_ids is None:
             block_ids = prefix_ids.new_full((batch, self.config.block_size), MASKED)
         embeddings = torch.cat([self.shared(prefix_ids), self._block_embeddings(block_ids)], 1)
-        logits = self._predict(
+        hidden = self._decode(
             embeddings,
             torch.zeros_like(lengths),
             lengths,
@@ -462,7 +469,7 @@ class SpecDrafter(T5PreTrainedModel):
             _source_mask(attention_mask, states.dtype),
             None,
         )
-        return Seq2SeqLMOutput(logits=logits)
+        return Seq2SeqLMOutput(logits=self._project(hidden))
 
     @torch.inference_mode()
     def read(
@@ -494,7 +501,12 @@ class SpecDrafter(T5PreTrainedModel):
 
     @torch.inference_mode()
     def draft_block(
-        self, state: BlockState, tokens: Tensor, new: Counts, block_size: int | None = None
+        self,
+        state: BlockState,
+        tokens: Tensor,
+        new: Counts,
+        block_size: int | None = None,
+        wanted: int | None = None,
     ) -> Tensor:
         """Take tokens into the prefixes and predict the block behind them, in one decoder call.
 
@@ -509,16 +521,20 @@ class SpecDrafter(T5PreTrainedModel):
             How many of them there are, of each row.
         block_size : int, optional
             k, at most the configuration's. None: that.
+        wanted : int, optional
+            Slots whose logits are asked for, the first ones. The decoder runs all k, which see each
+            other; the output layer, the larger part of the work, runs no more than it must. None:
+            k.
 
         Returns
         -------
         Tensor
-            ``[B, k, V]`` logits.
+            ``[B, wanted, V]`` logits.
 
         Raises
         ------
         ValueError
-            ``block_size`` out of range.
+            ``block_size`` or ``wanted`` out of range.
 
         Examples
         --------
@@ -535,6 +551,8 @@ class SpecDrafter(T5PreTrainedModel):
         >>> model.draft_block(state, torch.tensor([[7, 8], [9, 0]]), new).shape, state.calls
         (torch.Size([2, 5, 50]), 2)
         """
+        block = self.config.block_size if block_size is None else block_size
+        shown = block if wanted is None else integer("draft_block: wanted", wanted, 1, block)
         cache = state.prefix
         known, width = cache.lengths, tokens.shape[1]
         seen = cache.begin(new, width)
@@ -542,9 +560,7 @@ class SpecDrafter(T5PreTrainedModel):
         rows = slice(None)
         if min(known.host) == max(known.host) and min(lengths.host) == max(lengths.host):
             rows = slice(1)  # all rows have the same mask and the same distances
-        masked = tokens.new_full(
-            (len(tokens), self.config.block_size if block_size is None else block_size), MASKED
-        )
+        masked = tokens.new_full((len(tokens), block), MASKED)
         embeddings = torch.cat(
             [
                 self.shared(tokens.clamp(0, self.config.vocab_size - 1)),
@@ -552,11 +568,11 @@ class SpecDrafter(T5PreTrainedModel):
             ],
             1,
         )
-        logits = self._predict(
+        hidden = self._decode(
             embeddings,
             known.device[rows],
             lengths.device[rows],
-            masked.shape[1],
+            block,
             seen,
             state.states,
             state.source_mask,
@@ -564,7 +580,7 @@ class SpecDrafter(T5PreTrainedModel):
         )
         cache.end()
         state.calls += 1
-        return logits
+        return self._project(hidden[:, : max(shown, _FEWEST_SLOTS)])[:, :shown]
 
     def _block_embeddings(self, block_ids: Tensor) -> Tensor:
         """Return the slots' inputs, ``[B, k, d]``: [MASK] or a token, and the slot's place."""
@@ -578,7 +594,7 @@ class SpecDrafter(T5PreTrainedModel):
         content = torch.where((block_ids == MASKED)[..., None], self.mask_embedding, shown)
         return content + self.slot_embedding.weight[:slots]
 
-    def _predict(
+    def _decode(
         self,
         embeddings: Tensor,
         known: Tensor,
@@ -589,7 +605,7 @@ class SpecDrafter(T5PreTrainedModel):
         source_mask: Tensor | None,
         cache: EncoderDecoderCache | None,
     ) -> Tensor:
-        """Return the slots' logits, ``[B, k, V]``; the arguments are those of `block_mask`."""
+        """Return the slots' states, ``[B, k, d]``; the arguments are those of `block_mask`."""
         new = embeddings.shape[1] - block
         visible = block_mask(known, lengths, new, block, width)
         device = embeddings.device
@@ -597,17 +613,25 @@ class SpecDrafter(T5PreTrainedModel):
         tokens = known[:, None] + torch.arange(new, device=device)
         columns = torch.arange(width, device=device).expand(len(known), -1)
         queries, keys = torch.cat([tokens, slots], 1), torch.cat([columns, slots], 1)
-        hidden = self.decoder(
+        hidden: Tensor = self.decoder(
             embeddings,
             visible,
             keys[:, None] - queries[..., None],
             states,
             source_mask,
             cache,
-        )[:, new:]
+        )
+        return hidden[:, new:]
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[B, k, V]`` of slots' states."""
         # Embeddings, of order 1, as the output layer: T5 scales its input.
-        scaled = hidden * self.config.d_model**-0.5
-        return nn.functional.linear(scaled, self.shared.weight)
+        scaled, weight = hidden * self.config.d_model**-0.5, self.shared.weight
+        is_slow = weight.is_cpu and weight.dtype == torch.float32 and weight.numel() > _LARGE
+        if not is_slow or hidden[..., 0].numel() == 1 or torch.is_grad_enabled():
+            return nn.functional.linear(scaled, weight)
+        parts = [nn.functional.linear(scaled, part) for part in weight.split(_PART)]
+        return torch.cat(parts, -1)
 
 
 def _source_mask(attention_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -2,7 +2,7 @@
 
     python benchmarks/tasks                                        # first: the data
     python benchmarks/pair/seq2seq prepare translation             # one BPE, all splits as tokens
-    python benchmarks/pair/seq2seq train translation               # all sizes, 2 hours on 2 cores
+    python benchmarks/pair/seq2seq train translation --jobs 2 --compile  # 100 minutes on 2 cores
     python benchmarks/pair/seq2seq train translation --budget full # 40 minutes on one H100
     python benchmarks/pair/seq2seq evaluate translation            # measures, and gates
     python benchmarks/pair/seq2seq distill translation --loss tv   # a draft taught by the target
@@ -10,7 +10,9 @@
 
 The task is a folder of build/tasks; what is made of it lies in build/seq2seq/<task>. `train` given
 again goes on where it was interrupted, and a size that is trained is not trained again. Times are
-those of an idle machine: sizes train one after another, each for its share of the budget.
+those of an idle machine. Sizes train one after another, each for its share of the budget, or so
+many at a time as `--jobs` says, each in a process with its part of the cores: on a CPU two
+trainings on a core each learn more than one on two cores.
 
 `evaluate` measures the losses and drafts' acceptance on the test split, and BLEU and chrF of greedy
 texts; its exit code is 1 where a gate is missed, and the tables of benchmarks/tables would then say
@@ -21,17 +23,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import multiprocessing
 import sys
-import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import PreTrainedModel, T5ForConditionalGeneration
+from transformers import T5ForConditionalGeneration
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -47,20 +48,20 @@ from pair.seq2seq.block_drafter import (  # noqa: E402
     drafting_loss,
     tokens_per_call,
 )
-from pair.seq2seq.data import Pairs, load_prepared, prepare  # noqa: E402
+from pair.seq2seq.data import Pairs, prepare  # noqa: E402
 from pair.seq2seq.distillation import distilled_name, rewrite  # noqa: E402
-from pair.seq2seq.models import load_family, load_model, save_model  # noqa: E402
-from pair.seq2seq.schedule import BUDGETS, Budget, Pace, budget_of, seconds_of  # noqa: E402
-from pair.seq2seq.sizes import SIZES, TIME_SHARES, build_model  # noqa: E402
-from pair.seq2seq.training import (  # noqa: E402
-    KL,
-    LABELS,
-    LOSSES,
-    Batches,
-    Options,
-    Report,
-    train,
+from pair.seq2seq.models import load_family, save_model  # noqa: E402
+from pair.seq2seq.runs import (  # noqa: E402
+    device_of,
+    facts_of,
+    options_of,
+    say,
+    train_one,
+    train_size,
 )
+from pair.seq2seq.schedule import BUDGETS, Pace, budget_of, seconds_of  # noqa: E402
+from pair.seq2seq.sizes import SIZES, TIME_SHARES  # noqa: E402
+from pair.seq2seq.training import KL, LABELS, LOSSES, Options, train  # noqa: E402
 
 BUILD = HERE.parents[2] / "build"
 
@@ -74,95 +75,29 @@ ENCODER_LAYERS = 12
 def run_prepare(given: argparse.Namespace) -> int:
     """Write the tokens of a task."""
     given.work.mkdir(parents=True, exist_ok=True)
-    facts = prepare(given.tasks / given.task, given.work, permissive_only=given.permissive)
+    facts = prepare(given.tasks / given.task, given.work, given.permissive, given.reverse)
     print(json.dumps(facts, indent=1))
     return 0
 
 
-def device_of(given: argparse.Namespace) -> torch.device:
-    """Return where to train, and set the number of threads."""
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    return torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def options_of(given: argparse.Namespace, budget: Budget) -> Options:
-    """Return the training options, a budget's own where none is given."""
-    return Options(
-        seed=given.seed,
-        batch_tokens=given.batch_tokens or budget.batch_tokens,
-        dropout=given.dropout,
-        bfloat16=budget.bfloat16 if given.bfloat16 is None else given.bfloat16,
-    )
-
-
 def run_train(given: argparse.Namespace) -> int:
-    """Train the sizes, from the smallest on."""
-    device = device_of(given)
-    tokenizer, splits, _ = load_prepared(given.work)
+    """Train the sizes, the largest first, so many of them at a time."""
     budget = budget_of(given.budget)
-    start = "" if given.start is None else given.start.name
-    options = replace(options_of(given, budget), copying=given.copying, start=start)
-    seconds = seconds_of(budget.minutes, {name: TIME_SHARES[name] for name in given.sizes})
-    steps = None
-    if budget.epochs is not None:
-        steps = budget.epochs * Batches(splits["train"], options.batch_tokens, 0).per_epoch
-    for name in given.sizes:
-        model = build_model(SIZES[name], len(tokenizer), options.dropout, options.seed)
-        if given.start is not None:
-            model.load_state_dict(load_model(given.start, name).state_dict())
-        pace = Pace(steps, seconds[name])
-        train_one(given, name, model, splits["train"], pace, options, device)
-    return 0
-
-
-def train_one(
-    given: argparse.Namespace,
-    name: str,
-    model: T5ForConditionalGeneration,
-    pairs: Pairs,
-    pace: Pace,
-    options: Options,
-    device: torch.device,
-    teacher: T5ForConditionalGeneration | None = None,
-) -> None:
-    """Train one model, save it and say how it went."""
-    folder = given.work / "training" / name
-    report = train(name, model, pairs, pace, options, folder, device, teacher)
-    facts = facts_of(given, model, report, options, device)
-    save_model(model.cpu(), given.work, name, facts)
-    say(name, model, report)
-
-
-def facts_of(
-    given: argparse.Namespace,
-    model: PreTrainedModel,
-    report: Report,
-    options: Options,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Return how a model was trained."""
-    return {
-        "parameters": model.num_parameters(),
-        "budget": given.budget,
-        **asdict(report),
-        "options": asdict(options),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def say(name: str, model: PreTrainedModel, report: Report) -> None:
-    """Say how a training went."""
-    print(
-        f"{name}: {model.num_parameters():,} parameters, {report.steps:,} steps, "
-        f"{report.epochs:.2f} epochs, {report.seconds:.0f} s, loss {report.loss:.3f}",
-        flush=True,
+    shares = {name: TIME_SHARES[name] for name in given.sizes}
+    seconds = seconds_of(budget.minutes, shares, given.jobs)
+    if given.jobs == 1:
+        for name in given.sizes:
+            train_size(given, name, seconds[name])
+        return 0
+    # Fresh processes: one that has used OpenMP must not be forked. They know nothing of this file.
+    sent = argparse.Namespace(
+        **{name: value for name, value in vars(given).items() if name != "run"}
     )
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(train_size, sent, name, seconds[name]) for name in given.sizes]
+        for training in waiting:
+            training.result()
+    return 0
 
 
 def run_distill(given: argparse.Namespace) -> int:
@@ -206,7 +141,7 @@ def run_drafter(given: argparse.Namespace) -> int:
     budget = budget_of(given.budget)
     start = family.largest if given.from_target else ""
     options = DrafterOptions(
-        **asdict(replace(options_of(given, budget), copying=given.copying, start=start)),
+        **asdict(replace(options_of(given, budget), start=start)),
         written=given.written,
         beams=given.beams,
     )
@@ -313,22 +248,26 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = command.add_argument
     add("--tasks", type=Path, default=BUILD / "tasks", help="what benchmarks/tasks wrote")
     add("--permissive", action="store_true", help="only texts whose weights could be shipped")
+    add("--reverse", action="store_true",
+        help="turn all pairs around, in a folder of its own, <task>-reverse")  # fmt: skip
 
     training = argparse.ArgumentParser(add_help=False)
     add = training.add_argument
     add("--seed", type=int, default=0)
-    add("--dropout", type=float, default=Options.dropout)
+    add("--dropout", type=float, help="(the budget's)")
     add("--batch-tokens", type=int, help="of a step (the budget's)")
     add("--bfloat16", action=argparse.BooleanOptionalAction, help="autocast (the budget's)")
+    add("--compile", action="store_true", help="by torch.compile, for trainings of many minutes")
     add("--device", help="default: cuda where there is one")
-    add("--threads", type=int, help="default: torch's own")
+    add("--threads", type=int, help="of a training; default: torch's own, or a part of the cores")
 
     command = commands.add_parser("train", parents=[shared, training])
     command.set_defaults(run=run_train)
     add = command.add_argument
     add("--budget", default="small", help=f"{', '.join(BUDGETS)} or minutes for all sizes (small)")
-    add("--copying", type=float, default=Options.copying,
-        help="the first part of the way, in which random tokens are copied")  # fmt: skip
+    add("--copying", type=float,
+        help="first part of the way, in which random tokens are copied (a size's own)")  # fmt: skip
+    add("--jobs", type=int, default=1, help="sizes trained at a time (1)")
     add("--start", type=Path, help="a work folder with the same tokenizer, whose weights go on")
     add("--sizes", default=",".join(SIZES), help="with commas between (all)")
 
@@ -363,12 +302,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--record", help="name of a record in benchmarks/results, without suffix")
     given = parser.parse_args(arguments)
     if given.work is None:
-        given.work = BUILD / "seq2seq" / given.task
+        is_reverse = given.run is run_prepare and given.reverse
+        given.work = BUILD / "seq2seq" / (f"{given.task}-reverse" if is_reverse else given.task)
     if given.run is run_train:
         given.sizes = given.sizes.split(",")
         if unknown := [name for name in given.sizes if name not in SIZES]:
             parser.error(f"no such size: {', '.join(unknown)}; there are {', '.join(SIZES)}")
-        given.sizes.sort(key=list(SIZES).index)
+        given.sizes.sort(key=list(SIZES).index, reverse=True)
     return given
 
 

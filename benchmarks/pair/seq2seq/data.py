@@ -92,7 +92,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[tuple[str, str]]) -> 
     return pairs, len(texts) - len(pairs)
 
 
-def prepare(task_folder: Path, work_folder: Path, permissive_only: bool) -> dict[str, object]:
+def prepare(
+    task_folder: Path, work_folder: Path, permissive_only: bool, reverse: bool = False
+) -> dict[str, object]:
     """Train the tokenizer and write all splits as tokens, which is all that training needs.
 
     Parameters
@@ -103,6 +105,8 @@ def prepare(task_folder: Path, work_folder: Path, permissive_only: bool) -> dict
         Gets ``tokenizer/`` and ``data.pt``.
     permissive_only : bool
         Leave out texts whose licence does not let weights learned from them be shipped.
+    reverse : bool
+        Turn every pair around: what was the target is the source.
 
     Returns
     -------
@@ -112,9 +116,15 @@ def prepare(task_folder: Path, work_folder: Path, permissive_only: bool) -> dict
     texts = {name: read_records(task_folder / f"{name}.jsonl", permissive_only) for name in SPLITS}
     if empty := [name for name, pairs in texts.items() if not pairs]:
         raise ValueError(f"no records for {', '.join(empty)} in {task_folder}")
+    if reverse:
+        texts = {name: [pair[::-1] for pair in pairs] for name, pairs in texts.items()}
     tokenizer = train_tokenizer(texts["train"], work_folder / "tokenizer")
     state: dict[str, object] = {}
-    facts: dict[str, object] = {"permissive only": permissive_only, "vocabulary": len(tokenizer)}
+    facts: dict[str, object] = {
+        "permissive only": permissive_only,
+        "reverse": reverse,
+        "vocabulary": len(tokenizer),
+    }
     for name in SPLITS:
         pairs, dropped = encode(tokenizer, texts[name])
         state[name] = vars(pairs)

@@ -26,20 +26,41 @@ class Budget(NamedTuple):
     """What the training of all sizes of a task may use.
 
     A CPU's time for a step goes with its tokens, and with few epochs many small steps learn more
-    than few large ones. A GPU runs a step of many tokens in little more time than one of few, and
-    it comes to see the text so often that the number of epochs needs a bound.
+    than few large ones. A text that is seen a few times only is not learned by heart, so that
+    dropout would cost time and learn nothing; and the larger sizes find out soonest that the source
+    says what comes next if they copy first. A GPU runs a step of many tokens in little more time
+    than one of few, and it comes to see the text so often that the number of epochs needs a bound.
+
+    Parameters
+    ----------
+    minutes : float
+        Of one machine, for all sizes.
+    batch_tokens : int
+        Of a step.
+    dropout : float
+        See `Options`.
+    bfloat16 : bool, optional
+        Multiply in bfloat16; without it, where the processor has instructions for that.
+    epochs : int, optional
+        No size sees the text more often.
+    copies_first : bool
+        Sizes that are large enough copy random tokens first, see `sizes.COPYING`.
     """
 
     minutes: float
     batch_tokens: int = 512
-    bfloat16: bool = False
+    dropout: float = 0.0
+    bfloat16: bool | None = None
     epochs: int | None = None
+    copies_first: bool = True
 
 
 # `small` is meant for 2 CPU cores, `full` for one H100.
 BUDGETS = {
-    "small": Budget(120.0),
-    "full": Budget(40.0, batch_tokens=16_384, bfloat16=True, epochs=60),
+    "small": Budget(100.0),
+    "full": Budget(
+        40.0, batch_tokens=16_384, dropout=0.1, bfloat16=True, epochs=60, copies_first=False
+    ),
 }
 
 
@@ -63,11 +84,15 @@ def budget_of(text: str) -> Budget:
     return Budget(minutes)
 
 
-def seconds_of(minutes: float, shares: Mapping[str, float]) -> dict[str, float]:
-    """Divide a budget's training time by shares, which are taken relative to their sum."""
+def seconds_of(minutes: float, shares: Mapping[str, float], jobs: int = 1) -> dict[str, float]:
+    """Divide a budget's training time by shares, which are taken relative to their sum.
+
+    With several jobs at a time there is as many times the time to be divided, and none of the
+    shares may take longer than the budget.
+    """
     seconds = 60.0 * minutes * TRAINING_SHARE
     whole = sum(shares.values())
-    return {name: seconds * share / whole for name, share in shares.items()}
+    return {name: seconds * min(1.0, jobs * share / whole) for name, share in shares.items()}
 
 
 def lr_factor(progress: float, warmup: float, cooldown: float) -> float:

@@ -119,6 +119,7 @@ class BanditDrafter(SeveralDrafters):
         self.chosen = [0] * len(drafters)
         self._clock = clock
         self._begun = 0.0
+        self._first = True  # the round whose calls run the prompts, too: its time says nothing
         self._rules: list[ThompsonChoice] = []  # of each request; one object if it is for all
         self._room: list[int] = []  # tokens that each request may still gain
         self._asked: list[int] = []  # in this round, of each request
@@ -138,6 +139,7 @@ class BanditDrafter(SeveralDrafters):
         else:
             self._rules = [ThompsonChoice(self.costs, seed) for seed in seeds]
         self.chosen = [0] * len(self.drafters)
+        self._first = True
         self._asked, self._picks = [0] * batch, [-1] * batch
 
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
@@ -175,8 +177,9 @@ class BanditDrafter(SeveralDrafters):
             if k >= 0 and asked:
                 drafted = min(self._shares[k].used.host[b], asked)
                 rule.learn(k, asked, drafted, min(taken, drafted))
-        if self.timed and max(self._picks, default=-1) >= 0:
+        if self.timed and not self._first and max(self._picks, default=-1) >= 0:
             self._rules[0].spent(self._picks[0], self._clock() - self._begun)
+        self._first = False
         self._room = [
             room - taken - 1 for room, taken in zip(self._room, accepted.host, strict=True)
         ]

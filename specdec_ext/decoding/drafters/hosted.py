@@ -33,7 +33,7 @@ class ModelHost:
         return 0 if self._cached is None else self._cached.calls
 
     def _begin(self, requests: Requests, trees: bool = False) -> None:
-        """Run the prompts but their last tokens."""
+        """Take the prompts; what the first call appends, it runs behind them."""
         from ..hosting import host_model
 
         ids, mask = requests.input_ids, requests.attention_mask
@@ -45,5 +45,5 @@ class ModelHost:
             static=requests.static_cache,
             trees=trees,
         )
-        self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
+        self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-1], rides=True)
         self._missing = ids[:, -1:]

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..._host import RepeatFinder
-from ..checks import integer
 from . import Draft, GoOn
+from .counted import CountingReader, match_lengths
 from .text import TextDrafter, deterministic_draft
 
 __all__ = ["LookupDrafter"]
 
 
-class LookupDrafter(TextDrafter[RepeatFinder]):
-    """Copies what followed the latest earlier occurrence of the longest suffix of the text so far.
+class LookupDrafter(TextDrafter[CountingReader]):
+    """Copies what followed the longest suffix of the text so far that occurred in it before.
 
-    The text is the prompt and all that was generated, behind its input if it has one. Where the
-    copy reaches the end of the text, it goes on in itself, so a period is continued. Reading a
-    token and looking up are amortised O(1), through a suffix automaton
-    (``csrc/host/text_search.h``), about 200 bytes a token.
+    The text is the prompt and all that was generated, behind its input if it has one. Of several
+    continuations each next token is the most frequent one, and of equally frequent ones that which
+    came last. Where the copy reaches the end of the text, it goes on in itself, so a period is
+    continued. Reading a token takes at most ``max_match + 1`` steps, on most texts few
+    (``csrc/host/suffix_trie.h``).
     Proposals cost next to nothing, so ``go_on`` is not asked. (Copying what followed a matching
-    n-gram of the prompt: Saxena 2023, "Prompt Lookup Decoding"; the automaton: Blumer et al. 1985.)
+    n-gram of the prompt: Saxena 2023, "Prompt Lookup Decoding".)
 
     Tokens are deterministic, not drawn: verification takes each as a point mass, and what is
     emitted is distributed as the target's own under every lossless rule.
@@ -34,10 +34,10 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
         its prompt: what an encoder-decoder's encoder reads, in ids of the decoder, where the prompt
         is no more than the token that starts the decoder. None: the prompts alone.
     min_match : int
-        Propose only where the matching suffix has at least this many tokens.
+        Propose only where the matching suffix has at least this many tokens. (Behind a single token
+        that occurred before, a copy is rarely right: on free text it costs more than it brings.)
     max_match : int
-        Where longer suffixes match, this many tokens decide: their latest occurrence is copied. A
-        token read costs at most so many steps, on a periodic text.
+        Where longer suffixes match, this many tokens decide.
 
     Raises
     ------
@@ -60,7 +60,7 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
     What an encoder has read is copied where the output agrees with it:
 
     >>> drafter = LookupDrafter([[7, 8, 9, 5]])
-    >>> ids = torch.tensor([[0, 8]])
+    >>> ids = torch.tensor([[7, 8]])
     >>> drafter.start(Requests(ids, None, ends, 0, None, {}, greedy=True, needs_law=False))
     >>> drafter.propose(2, positions=torch.tensor([2])).tokens
     tensor([[9, 5]])
@@ -70,25 +70,30 @@ class LookupDrafter(TextDrafter[RepeatFinder]):
         self,
         inputs: Sequence[Sequence[int]] | None = None,
         *,
-        min_match: int = 1,
+        min_match: int = 2,
         max_match: int = 16,
     ) -> None:
         super().__init__(inputs)
-        self.min_match = integer("LookupDrafter: min_match", min_match)
-        self.max_match = integer("LookupDrafter: max_match", max_match)
-        if not 1 <= self.min_match <= self.max_match:
-            raise ValueError(
-                f"LookupDrafter: 1 <= min_match <= max_match must hold, got {min_match} and "
-                f"{max_match}"
-            )
+        self.min_match, self.max_match = match_lengths("LookupDrafter", min_match, max_match)
 
-    def _reader(self, request: int, prompt: list[int]) -> RepeatFinder:
-        finder = RepeatFinder(self.max_match)
-        finder.append([] if self.inputs is None else self.inputs[request])
-        finder.append(prompt)
-        return finder
+    def _reader(self, request: int, prompt: list[int]) -> CountingReader:
+        reader = CountingReader(self.max_match)
+        reader.append([] if self.inputs is None else self.inputs[request])
+        reader.append(prompt)
+        return reader
 
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Copy up to ``gamma`` tokens; none where nothing matches."""
-        copies = [finder.continuation(gamma, self.min_match) for finder in self._readers]
+        copies = [
+            reader.trie.grow(
+                reader.context,
+                nodes=gamma,
+                depth=gamma,
+                breadth=1,
+                min_match=self.min_match,
+                least=0.0,
+                any_length=False,
+            ).tokens
+            for reader in self._readers
+        ]
         return deterministic_draft(copies, positions)

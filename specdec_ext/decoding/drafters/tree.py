@@ -51,6 +51,13 @@ class Branches:
         self.seen = torch.ones_like(root, dtype=torch.bool)[:, None, None]
         self.depths = torch.zeros_like(root, dtype=torch.int64)[:, None]
 
+    @classmethod
+    def behind(cls, seen: Tensor, depths: Tensor) -> Branches:
+        """Go on from nodes ``[B, m]`` that see ``seen`` ``[B, m, t]``, whatever t slots are."""
+        branches = cls(depths[:, 0])
+        branches.seen, branches.depths = seen, depths
+        return branches
+
     def add(self, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Add nodes whose ``parents`` ``[B, m]`` were run before.
 

@@ -1,0 +1,166 @@
+"""Compare speculative beam search with transformers' own on the sources of a trained family.
+
+    python benchmarks/bench_beam_search.py build/seq2seq/translation --sentences 1000 \
+        --beams 5 --draft-beams 5 10 --gamma 2 4
+
+Every source is decoded alone, in float32: by transformers' beam search, and by
+`generate(num_beams=...)` with the family's smaller models as drafts. Compared are the ids
+and the scores of all beams; a difference is counted, and the scores around it are kept, since two
+texts whose scores differ by less than float32 carries may change places. Recorded are levels a
+target call and wall time, encoder included; both ways take turns on every source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import specdec_ext
+from specdec_ext.decoding.encoder_decoder import encoded
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import common  # noqa: E402
+from pair.seq2seq.distillation import growing_cache  # noqa: E402
+from pair.seq2seq.models import load_family  # noqa: E402
+
+ALIKE = 1e-4  # of scores: what a sum of float32 log-probabilities loses
+
+
+class Beams(NamedTuple):
+    """All beams of one source: texts up to their ends, scores, and the seconds they took."""
+
+    texts: list[list[int]]
+    scores: list[float]
+    seconds: float
+    levels: int = 0
+    calls: int = 0
+
+
+def cut(row: list[int], end: int) -> list[int]:
+    """Return the tokens up to the first end."""
+    return row[: row.index(end) + 1] if end in row else row
+
+
+def theirs(model: Any, ids: Tensor, arguments: argparse.Namespace) -> Beams:
+    """Search by transformers."""
+    start = time.perf_counter()
+    found = model.generate(
+        ids,
+        num_beams=arguments.beams,
+        num_return_sequences=arguments.beams,
+        max_new_tokens=arguments.tokens,
+        length_penalty=arguments.length_penalty,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        past_key_values=growing_cache(),
+    )
+    seconds = time.perf_counter() - start
+    rows = found.sequences[:, 1:].tolist()
+    end = model.generation_config.eos_token_id
+    return Beams([cut(row, end) for row in rows], found.sequences_scores.tolist(), seconds)
+
+
+def ours(
+    model: Any, draft: Any, ids: Tensor, width: int, gamma: int, arguments: argparse.Namespace
+) -> Beams:
+    """Search by `generate`."""
+    start = time.perf_counter()
+    result: Any = specdec_ext.generate(
+        encoded(model, input_ids=ids),
+        encoded(draft, input_ids=ids),
+        torch.full((1, 1), model.config.decoder_start_token_id),
+        num_beams=arguments.beams,
+        num_return_sequences=arguments.beams,
+        draft_beams=width,
+        gamma=gamma,
+        max_new_tokens=arguments.tokens,
+        length_penalty=arguments.length_penalty,
+    )
+    seconds = time.perf_counter() - start
+    rows = result.sequences[:, 1:].tolist()
+    end = model.generation_config.eos_token_id
+    texts = [cut(row, end) for row in rows]
+    counts = result.statistics
+    return Beams(texts, result.scores.tolist(), seconds, counts.emitted, counts.request_calls)
+
+
+def record_of(way: str, expected: list[Beams], found: list[Beams]) -> dict[str, Any]:
+    """Sum up what a way gave on all sources, beside transformers."""
+    pairs = list(zip(expected, found, strict=True))
+    gaps = [
+        abs(a - b) for one, other in pairs for a, b in zip(one.scores, other.scores, strict=True)
+    ]
+    seconds = sum(beams.seconds for beams in found)
+    return {
+        "way": way,
+        "sources": len(pairs),
+        "same_ids": sum(one.texts == other.texts for one, other in pairs),
+        "same_best": sum(one.texts[0] == other.texts[0] for one, other in pairs),
+        "largest_score_difference": max(gaps),
+        "faults": sum(gap > ALIKE for gap in gaps),
+        "levels_a_call": sum(b.levels for b in found) / max(sum(b.calls for b in found), 1),
+        "milliseconds": 1000 * seconds / len(pairs),
+        "speed_up": sum(beams.seconds for beams in expected) / seconds,
+    }
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decode all sources in all ways."""
+    family = load_family(arguments.family)
+    name, target = list(family.models.items())[-1]  # the largest
+    chosen = arguments.drafts or [draft for draft in family.models if draft != name]
+    drafts = {draft: family.models[draft] for draft in chosen}
+    ways = {
+        f"{draft}, u = {width}, gamma = {gamma}": (model, width, gamma)
+        for draft, model in drafts.items()
+        for width in arguments.draft_beams
+        for gamma in arguments.gamma
+    }
+    expected: list[Beams] = []
+    found: dict[str, list[Beams]] = {way: [] for way in ways}
+    for source in family.splits["test"].some(arguments.sentences).sources:
+        ids = torch.tensor([source])
+        expected.append(theirs(target, ids, arguments))
+        for way, (draft, width, gamma) in ways.items():
+            found[way].append(ours(target, draft, ids, width, gamma, arguments))
+    records = [record_of(f"transformers, {name}", expected, expected)]
+    return records + [record_of(way, expected, beams) for way, beams in found.items()]
+
+
+def main() -> int:
+    """Run, print and write; 1 where scores differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("family", type=Path, help="what `benchmarks/pair/seq2seq train` left")
+    parser.add_argument("--sentences", type=int, default=1000)
+    parser.add_argument("--beams", type=int, default=5)
+    parser.add_argument("--draft-beams", type=int, nargs="+", default=[5, 10])
+    parser.add_argument("--gamma", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--drafts", nargs="+", help="by name (all but the largest)")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--length-penalty", type=float, default=1.0)
+    parser.add_argument("--out", type=Path, help="write OUT.json, .csv and .md")
+    arguments = parser.parse_args()
+    with torch.inference_mode():
+        records = run(arguments)
+    names = list(records[0])
+    rows = [
+        [f"{v:.4g}" if isinstance(v, float) else str(v) for v in record.values()]
+        for record in records
+    ]
+    table = common.markdown_table(names, rows)
+    print(table)
+    if arguments.out is not None:
+        common.write_record(arguments.out, common.machine_facts(), records, table)
+    return int(any(record["faults"] for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
