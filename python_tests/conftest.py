@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -134,6 +135,7 @@ class Representatives:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to each backend its share of the cases, and choose some of them if asked to."""
+    refuse_addresses(items)
     share_out(config, items)
     if not config.getoption("--representative"):
         return
@@ -143,6 +145,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items=[i for i, keep in zip(items, kept, strict=True) if not keep]
     )
     items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
+
+
+def refuse_addresses(items: list[pytest.Item]) -> None:
+    """Refuse names of tests that hold an address: processes side by side would not agree on them."""
+    named = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)]
+    if named:
+        raise pytest.UsageError(f"names of tests hold an address, which changes: {named[:3]}")
 
 
 def share_out(config: pytest.Config, items: list[pytest.Item]) -> None:
