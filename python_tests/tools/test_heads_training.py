@@ -109,8 +109,9 @@ def test_the_command_on_a_causal_model(tmp_path, capsys, monkeypatch):
     text = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(60))
     monkeypatch.setattr(sources, "collect_corpus", lambda: Corpus([text], [], [text]))
     given = [str(tmp_path / "target"), "--work", str(tmp_path / "work"), "--heads", "2"]
-    assert main(["evaluate", *given]) == 1
-    assert "has no heads: run `train`" in capsys.readouterr().err
+    work = given[:3]
+    assert main(["evaluate", *work]) == 1
+    assert "has no heads: run `train` first" in capsys.readouterr().err
     steps = ["--steps", "20", "--batch-tokens", "128"]
     assert main(["train", *given, *steps, "--shared"]) == 0
     assert "20 steps" in capsys.readouterr().out
@@ -121,17 +122,25 @@ def test_the_command_on_a_causal_model(tmp_path, capsys, monkeypatch):
     target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
     assert torch.equal(heads.projection.weight, target.lm_head.weight)  # it stays the target's
     assert heads.weights.any()
-    assert main(["evaluate", *given, "--texts", "2", "--new-tokens", "6"]) == 0
-    table = capsys.readouterr().out
-    assert table.count("\n|") == 8 and "chain, typical" in table
+    assert main(["evaluate", *work, "--texts", "2", "--new-tokens", "6"]) == 0
+    assert capsys.readouterr().out.count("\n|") == 1 + 3 + 4  # at T = 0 without `typical`
     eagle = [*given, "--kind", "eagle"]
     assert main(["train", *eagle, *steps, "--vocabulary", "300"]) == 0
     assert "distance of states, nats: " in capsys.readouterr().out
     head = EagleHead.from_pretrained(folder.parent / "eagle-2")
     assert len(head.draft_token_ids.unique()) == 300 and head.projection.weight.shape[0] == 300
     assert torch.equal(head.projection.weight, target.lm_head.weight[head.draft_token_ids])
-    assert main(["evaluate", *eagle, "--texts", "2", "--new-tokens", "6"]) == 0
-    assert "chain" in capsys.readouterr().out
+    only = ["--only", "eagle-2", "--record", str(tmp_path / "heads-record")]
+    assert main(["evaluate", *work, "--texts", "2", "--new-tokens", "6", *only]) == 0
+    record = json.loads((tmp_path / "heads-record.json").read_text())
+    assert list(record["machine"]["trained"]) == ["eagle-2"]
+    greedy = record["records"][:3]
+    assert [way["draft"] for way in greedy] == ["plain", "eagle-2, chain", "eagle-2, tree"]
+    assert all(way["texts"] == 2 and way["wrong"] == 0 for way in greedy)
+    assert greedy[0]["tokens_a_call"] == 1.0 and greedy[0]["speed_up"] == 1.0
+    assert "20 steps of 128 tokens" in (tmp_path / "heads-record.md").read_text()
+    assert main(["evaluate", *work, "--only", "blockwise-2"]) == 1
+    assert "has not all of blockwise-2: run `train` first" in capsys.readouterr().err
     assert main(["train", "nowhere", "--work", str(tmp_path)]) == 1
     assert "a model's folder, got 'nowhere'" in capsys.readouterr().err
 
@@ -146,9 +155,9 @@ def test_the_command_on_an_encoder_decoder(tmp_path, capsys):
     shape = {"d_model": 32, "d_ff": 64, "num_heads": 2, "num_layers": 1, "num_decoder_layers": 1}
     save_model(build_model(shape, 4096, 0.1, 0), work, "mini", {})
     given = ["words", "--tasks", str(tmp_path / "seq2seq"), "--work", str(tmp_path / "work")]
-    given += ["--kind", "blockwise", "--heads", "10"]
+    kind = ["--kind", "blockwise", "--heads", "10"]
     steps = ["--steps", "20", "--batch-tokens", "64", "--units", "16"]
-    assert main(["train", *given, *steps]) == 0
+    assert main(["train", *given, *kind, *steps]) == 0
     heads = BlockwiseHeads.from_pretrained(tmp_path / "work" / "words" / "blockwise-10")
     assert heads.num_heads == 10 and heads.config.intermediate_size == 16
     assert heads.config.feature_scale == pytest.approx(32**-0.5, rel=1e-3)

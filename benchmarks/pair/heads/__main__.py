@@ -3,7 +3,7 @@
     python benchmarks/pair/heads train pair --kind medusa             # the shipped pair's target
     python benchmarks/pair/heads train translation --kind blockwise --heads 25   # of pair/seq2seq
     python benchmarks/pair/heads train FOLDER --shared --budget 20    # any causal model, 20 minutes
-    python benchmarks/pair/heads evaluate pair --kind medusa          # tokens a call, acceptance
+    python benchmarks/pair/heads evaluate pair          # all that were trained: tokens a call, time
 
 `train` given again goes on where it was interrupted. Heads lie in build/heads/<target>/<kind>-<K>,
 for ``MedusaHeads.from_pretrained`` and its like. Causal targets learn from the standard library's
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,23 +29,25 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 import common  # noqa: E402
 
-import specdec_ext  # noqa: E402
+from pair.heads.evaluation import KINDS, evaluate, table, trained_heads  # noqa: E402
 from pair.heads.sources import Rows, Source, open_source  # noqa: E402
 from pair.heads.training import Options, train  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
-from specdec_ext.decoding import EagleDrafter, HeadsDrafter, StaticTree  # noqa: E402
 from specdec_ext.models.eagle import EagleHead, eagle_loss  # noqa: E402
-from specdec_ext.models.heads import BlockwiseHeads, MedusaHeads  # noqa: E402
 from specdec_ext.models.heads_training import heads_loss  # noqa: E402
 
 BUILD = HERE.parents[2] / "build"
-KINDS: dict[str, Any] = {"medusa": MedusaHeads, "blockwise": BlockwiseHeads, "eagle": EagleHead}
-WIDTHS = (4, 2, 2)  # of the tree that is tried, as far as there are heads
+TRAINING = "training.json"  # beside the weights: how they were trained
+
+
+def work_of(given: argparse.Namespace) -> Path:
+    """Return where all heads of the target lie."""
+    return given.work / Path(given.target).name
 
 
 def folder_of(given: argparse.Namespace) -> Path:
-    """Return where the heads lie."""
-    return given.work / Path(given.target).name / f"{given.kind}-{given.heads}"
+    """Return where the heads to train lie."""
+    return work_of(given) / f"{given.kind}-{given.heads}"
 
 
 def source_of(given: argparse.Namespace) -> Source:
@@ -54,8 +55,9 @@ def source_of(given: argparse.Namespace) -> Source:
     if given.threads:
         torch.set_num_threads(given.threads)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    work = given.work / Path(given.target).name
-    return open_source(given.target, work, given.tasks, given.batch_tokens, given.seed, device)
+    return open_source(
+        given.target, work_of(given), given.tasks, given.batch_tokens, given.seed, device
+    )
 
 
 def build_heads(given: argparse.Namespace, source: Source) -> Any:
@@ -105,54 +107,49 @@ def run_train(given: argparse.Namespace) -> int:
     report = train(heads, source.rows, loss_of, pace, options, folder / "training")
     heads.save_pretrained(folder)
     facts = {**common.machine_facts(), **asdict(report), "options": asdict(options)}
-    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / TRAINING).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     losses = ", ".join(f"{loss:.3f}" for loss in report.parts)
     parts = "distance of states, nats" if given.kind == "eagle" else "nats by head"
     print(f"{folder}: {report.steps:,} steps, {report.seconds:.0f} s, {parts}: {losses}")
     return 0
 
 
-def measured(source: Source, heads: Any, given: argparse.Namespace) -> list[list[str]]:
-    """Continue texts in several ways; a row of the table for each."""
-    trial = source.trial(given.texts)
-    drafter: Any = EagleDrafter(heads) if given.kind == "eagle" else HeadsDrafter(heads)
-    tree = StaticTree.from_widths(WIDTHS[: given.heads], "top_k")
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {
-        "plain": (None, {}),
-        "chain": (drafter, {"gamma": given.heads}),
-        "tree": (drafter, {"tree": tree, "rule": "target_only"}),
-        "chain, typical": (drafter, {"gamma": given.heads, "rule": "typical"}),
-    }
-    table = []
-    for temperature in (0.0, 1.0):
-        for way, (draft, options) in ways.items():
-            if way == "chain, typical" and temperature == 0.0:
-                continue  # there it is greedy
-            begin = time.perf_counter()
-            statistics = specdec_ext.generate(
-                trial.target, draft, trial.prompts, max_new_tokens=given.new_tokens,
-                temperature=temperature, seeds=given.seed, **options,
-            ).statistics  # fmt: skip
-            seconds = time.perf_counter() - begin
-            by_place = " ".join(f"{rate:.2f}" for rate in statistics.conditional_acceptance[:6])
-            table.append([
-                way, f"{temperature:g}", f"{statistics.tokens_per_target_call:.2f}",
-                f"{statistics.accepted_of_tested:.2f}" if statistics.accepted else "",
-                "" if "tree" in options else by_place, f"{seconds:.1f}",
-            ])  # fmt: skip
-    return table
-
-
 def run_evaluate(given: argparse.Namespace) -> int:
     """Say what trained heads are worth on texts that training did not see."""
     source = source_of(given)
-    folder = folder_of(given)
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} has no heads: run `train` with the same options first")
-    heads = KINDS[given.kind].from_pretrained(folder).to(source.target.device).eval()
-    header = ["draft", "T", "tokens a call", "accepted of tested", "by place, given those before"]
-    print(common.markdown_table([*header, "seconds"], measured(source, heads, given)))
-    return 0
+    folders = trained_heads(work_of(given))
+    if given.only:
+        folders = [folder for folder in folders if folder.name in given.only]
+    if not folders or len(folders) < len(given.only):
+        wanted = f"not all of {', '.join(given.only)}" if given.only else "no heads"
+        raise FileNotFoundError(f"{work_of(given)} has {wanted}: run `train` first")
+    records = evaluate(source, folders, given)
+    shown = table(records)
+    print(shown)
+    if given.record:
+        trained = {folder.name: json.loads((folder / TRAINING).read_text()) for folder in folders}
+        text = f"{record_head(given, trained)}\n\n{shown}"
+        common.write_record(
+            given.record, {**common.machine_facts(), "trained": trained}, records, text
+        )
+    return int(any(record["wrong"] for record in records))
+
+
+def record_head(given: argparse.Namespace, trained: dict[str, Any]) -> str:
+    """Say of a record what was run, and what the heads had learned from."""
+    lines = [
+        f"# Decoding heads of {given.target}", "",
+        f"{given.texts} texts that training did not see, {given.new_tokens} new tokens each, one at"
+        f" a time and by turns, on {torch.get_num_threads()} threads. In brackets, standard errors"
+        " over the texts. Trees are of the widths 4, 2, 2.", "",
+    ]  # fmt: skip
+    for name, facts in trained.items():
+        losses = ", ".join(f"{loss:.2f}" for loss in facts["parts"])
+        lines.append(
+            f"- {name}: {facts['steps']:,} steps of {facts['options']['batch_tokens']} tokens in"
+            f" {facts['seconds'] / 60:.0f} minutes, losses {losses}"
+        )
+    return "\n".join(lines)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -164,8 +161,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     shared = argparse.ArgumentParser(add_help=False)
     add = shared.add_argument
     add("target", help="pair, a task of build/seq2seq, or the folder of a causal model")
-    add("--kind", choices=KINDS, default="medusa")
-    add("--heads", type=int, default=4, help="K, tokens beyond the target's own next one (4)")
     add("--seed", type=int, default=0)
     add("--batch-tokens", type=int, default=Options.batch_tokens, help="of a step")
     add("--work", type=Path, default=BUILD / "heads")
@@ -176,6 +171,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     command = commands.add_parser("train", parents=[shared])
     command.set_defaults(run=run_train)
     add = command.add_argument
+    add("--kind", choices=KINDS, default="medusa")
+    add("--heads", type=int, default=4, help="K, tokens beyond the target's own next one (4)")
     add("--budget", type=float, default=5.0, help="minutes (5)")
     add("--steps", type=int, help="steps in place of minutes: repeatable to the bit")
     add("--lr", type=float, default=Options.peak_lr, help="at its height")
@@ -189,6 +186,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = command.add_argument
     add("--texts", type=int, default=16, help="continued (16)")
     add("--new-tokens", type=int, default=64, help="of each (64)")
+    add("--only", nargs="+", default=[], metavar="KIND-K", help="such as medusa-4; default: all")
+    add("--record", type=Path, help="stem of the files that keep the figures")
     return parser.parse_args(arguments)
 
 

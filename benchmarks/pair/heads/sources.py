@@ -43,10 +43,10 @@ class Rows(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Texts to continue: a target that has read what it reads, and prompts ``[B, P]``."""
+    """A text to continue: a target that has read what it reads, and a prompt ``[1, P]``."""
 
     target: Any
-    prompts: Tensor
+    prompt: Tensor
 
 
 @dataclass
@@ -61,14 +61,14 @@ class Source:
         With what it may be called, to look at it.
     rows : callable
         Of a step's number, `Rows`: a function of it and the seed alone.
-    trial : callable
-        Of a number of texts, a `Trial` on texts that training does not see.
+    trials : callable
+        Of a number, so many `Trial` on texts that training does not see.
     """
 
     target: Any
     inputs: dict[str, Tensor]
     rows: Callable[[int], Rows]
-    trial: Callable[[int], Trial]
+    trials: Callable[[int], list[Trial]]
 
 
 def open_source(
@@ -137,10 +137,11 @@ def _of_text(
         output = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
         return Rows(tokens, output.hidden_states[-1], output.logits, None)
 
-    def trial(number: int) -> Trial:
-        return Trial(target, crops(streams["held_out"], number, PROMPT, 0))
+    def trials(number: int) -> list[Trial]:
+        prompts = crops(streams["held_out"], number, PROMPT, 0)
+        return [Trial(target, prompt[None]) for prompt in prompts]
 
-    return Source(target, {"input_ids": crops(streams["train"], 1, 8, 0)}, rows, trial)
+    return Source(target, {"input_ids": crops(streams["train"], 1, 8, 0)}, rows, trials)
 
 
 def _of_pairs(folder: Path, batch_tokens: int, seed: int, device: torch.device) -> Source:
@@ -166,11 +167,13 @@ def _of_pairs(folder: Path, batch_tokens: int, seed: int, device: torch.device) 
         states = output.decoder_hidden_states[-1]
         return Rows(given["decoder_input_ids"], states, output.logits, mask)
 
-    def trial(number: int) -> Trial:
+    def trials(number: int) -> list[Trial]:
         some = family.splits["test"].some(number)
-        batch = batch_of(some, list(range(len(some))), device)
-        read = encoded(target, input_ids=batch.inputs, attention_mask=batch.mask)
-        start = target.config.decoder_start_token_id
-        return Trial(read, torch.full((len(some), 1), start, device=device))
+        start = torch.full((1, 1), target.config.decoder_start_token_id, device=device)
+        batches_of_one = (batch_of(some, [i], device) for i in range(len(some)))
+        return [
+            Trial(encoded(target, input_ids=one.inputs, attention_mask=one.mask), start)
+            for one in batches_of_one
+        ]
 
-    return Source(target, called_with(pairs, [0])[0], rows, trial)
+    return Source(target, called_with(pairs, [0])[0], rows, trials)
