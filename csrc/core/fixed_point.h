@@ -4,13 +4,15 @@
 
 #include <cmath>
 
+#include "params.h"
 #include "platform.h"
 
 namespace specdec {
 namespace SPECDEC_CPU_ISA {
 
-// Weights of an unnormalised law, each in [0, 1]: up to 2^24 entries sum to less than 2^64.
+// Weights of an unnormalised law, each in [0, 1]. A row's sum stays below 2^64.
 constexpr double kLawUnit = 0x1p40;
+static_assert(kMaxVocab * kLawUnit < 0x1p64, "a sum that wraps around is a wrong token");
 
 SPECDEC_HD uint64_t multiply_high(uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH__

@@ -8,6 +8,9 @@
 
 namespace specdec {
 
+// Entries of a vocabulary: integer sums of a row's weights (fixed_point.h) must not pass 2^64.
+constexpr int64_t kMaxVocab = (int64_t{1} << 24) - 1;
+
 enum class Element : int8_t { kFloat32, kBFloat16, kFloat16 };
 
 // Bits of a `status` output (docs/design.md, "Failure").

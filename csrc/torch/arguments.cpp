@@ -278,7 +278,7 @@ void take_part(const Checker& check, const std::string& name, int64_t rank,
   const int64_t begin = std::min(p.bounds[rank], vocab);
   const int64_t end = rank + 1 == p.count ? vocab : std::min(p.bounds[rank + 1], vocab);
   // No operator takes rows without entries: a rank that has none brings one that nobody reads.
-  check.require(vocab >= 1 && rows->vocab == std::max(end - begin, int64_t{1}),
+  check.require(rows->vocab == std::max(end - begin, int64_t{1}),
                 name + " must have " + std::to_string(end - begin) + " columns on rank " +
                     std::to_string(rank) + ", got " + std::to_string(rows->vocab));
   const int64_t bytes = rows->element == Element::kFloat32 ? 4 : 2;
@@ -412,6 +412,7 @@ VerifyShardedCall check_verify_sharded(
     check.require(p.bounds[r] <= p.bounds[r + 1], "bounds must not decrease");
   }
   const int64_t vocab = p.bounds[p.count];
+  check.vocabulary(vocab, "all ranks together", std::to_string(vocab));
   take_part(check, "target_logits", rank, p, vocab, target_tail, &p.verify.target, &p.target_tail);
   if (p.verify.draft.data != nullptr) {
     take_part(check, "the draft's rows", rank, p, draft_vocab, draft_tail, &p.verify.draft,

@@ -124,6 +124,12 @@ void Checker::expect(const Tensor& t, const char* name, const char* symbols, con
   same_device(t, name);
 }
 
+void Checker::vocabulary(int64_t entries, const std::string& name, const std::string& got) const {
+  require(entries >= 1, name + " must have at least one vocabulary entry, got " + got);
+  require(entries <= kMaxVocab, name + " must have at most " + std::to_string(kMaxVocab) +
+                                    " vocabulary entries, got " + got);
+}
+
 void Checker::vocabulary_rows(const Tensor& t, const char* name, const char* symbols,
                               Shape shape) const {
   const ScalarType type = t.scalar_type();
@@ -131,8 +137,7 @@ void Checker::vocabulary_rows(const Tensor& t, const char* name, const char* sym
          type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
          shape);
   const int64_t vocab = t.size(t.dim() - 1);
-  require(vocab >= 1,
-          std::string(name) + " must have at least one vocabulary entry, got " + describe(t));
+  vocabulary(vocab, name, describe(t));
   unit_stride(t, name, symbols);
 }
 

@@ -31,6 +31,9 @@ class Checker {
   [[noreturn]] void fail(const std::string& message) const;
   void require(bool condition, const std::string& message) const;
 
+  // The size of a vocabulary; `got` says what came.
+  void vocabulary(int64_t entries, const std::string& name, const std::string& got) const;
+
   // A floating-point tensor over a vocabulary: the last dimension must have unit stride.
   void vocabulary_rows(const Tensor& t, const char* name, const char* symbols, Shape shape) const;
 

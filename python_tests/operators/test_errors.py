@@ -54,6 +54,11 @@ def arguments(op):
     return dict(seeds=ints(B), positions=ints(B), n=4)
 
 
+def too_wide(*shape):
+    """Rows of more entries than a draw in integers can sum; no memory is touched."""
+    return torch.empty(*shape, 2**24, dtype=torch.bfloat16)
+
+
 def strided(*shape):
     return floats(*shape, 2)[..., 0]
 
@@ -90,6 +95,8 @@ VALUE_ERRORS = [
     # the draft's law
     ("verify", dict(draft_logits=floats(B, G + 1, V)), "draft_logits | [B, G, Vd] | [2, 4, 5]"),
     ("verify", dict(draft_logits=floats(B, G, V, dtype=torch.float64)), "draft_logits | float64"),
+    ("verify", dict(target_logits=too_wide(B, G + 1)), "target_logits | at most 16777215"),
+    ("verify", dict(draft_logits=too_wide(B, G)), "draft_logits | at most 16777215"),
     ("verify", dict(draft_logits=floats(B, G, 0)), "draft_logits | at least one vocabulary entry"),
     ("verify", dict(draft_logits=strided(B, G, V)), "draft_logits | unit stride | stride 2"),
     ("verify", dict(draft_probs=floats(B, G, V)), "draft_logits | draft_probs | both"),
@@ -183,6 +190,7 @@ VALUE_ERRORS = [
     ("sample", dict(logits=floats(B, 1, V)), "logits | [B, V] | [2, 1, 5]"),
     ("sample", dict(logits=floats(B, V, dtype=torch.float64)), "logits | float64"),
     ("sample", dict(logits=floats(B, 0)), "logits | at least one vocabulary entry"),
+    ("sample", dict(logits=too_wide(B)), "logits | at most 16777215 vocabulary entries | 16777216"),
     ("sample", dict(logits=strided(B, V)), "logits | unit stride"),
     ("sample", dict(uniforms=floats(B)), "uniforms | [B] | float64 | float32"),
     ("sample", dict(uniforms=floats(B, 1, dtype=torch.float64)), "uniforms | [B] | [2, 1]"),
@@ -211,6 +219,7 @@ VALUE_ERRORS = [
     # row_law
     ("row_law", dict(logits=floats(V)), "logits | [R, V] | [5]"),
     ("row_law", dict(logits=ints(B, V)), "logits | float32, bfloat16 or float16 | int64"),
+    ("row_law", dict(logits=too_wide(B)), "logits | at most 16777215 vocabulary entries"),
     ("row_law", dict(logits=strided(B, V)), "logits | unit stride"),
     ("row_law", dict(top_p=floats(B, dtype=torch.float64)), "top_p | float32 | float64"),
     ("row_law", dict(min_p=floats(1)), "min_p | [1]"),
