@@ -191,8 +191,10 @@ def check_limit(new):
         lambda model, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     sequences, statistics = specdec_ext.generate(target, draft, ids, attention_mask=mask, **limits)
-    # No slot past the last token is computed: 3 prompt tokens, then at most what may be emitted.
-    assert all(tokens <= max(3, new) for tokens in fed)
+    # No slot past the last token is computed: of the prompt and a draft that leaves room for the
+    # target's own token, then one for each token that may still be emitted.
+    assert fed[:1] == ([4 + min(4, new - 1)] if new else [])
+    assert all(tokens <= new - 1 for tokens in fed[1:])
     assert sequences.shape == (2, 4 + new)
     assert statistics.new_tokens == [new, new]
     assert torch.equal(sequences, greedy(target, ids, mask, max(new, 1))[:, : 4 + new])

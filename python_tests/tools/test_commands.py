@@ -155,7 +155,7 @@ def test_what_nobody_foresaw_is_no_verdict(status, monkeypatch, command):
         raise KeyError("unforeseen")
 
     monkeypatch.setattr(commands.COMMANDS[command][0], "run", fail)
-    required = ["file"] if command == "simulate" else []
+    required = {"simulate": ["file"], "fetch": ["smollm2"]}.get(command, [])
     found, _, errors = status(command, *required)
     assert found == 2 and "Traceback" in errors and "unforeseen" in errors
 
