@@ -148,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def refuse_addresses(items: list[pytest.Item]) -> None:
-    """Refuse names of tests that hold an address: processes side by side would not agree on them."""
+    """Refuse names of tests that hold an address: processes side by side would not agree."""
     named = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)]
     if named:
         raise pytest.UsageError(f"names of tests hold an address, which changes: {named[:3]}")
