@@ -218,8 +218,8 @@ def matchers_of(given: Any, batch: int, *, ends: bool) -> list[TokenMatcher | No
     TypeError
         It is something else.
     ValueError
-        Not one for each request, a matcher that cannot be copied, or that has failed already, or no
-        end token, which must come where a matcher has terminated.
+        Not one for each request, a matcher that cannot be copied, or that has failed or terminated
+        already, or no end token, which must come where a matcher has terminated.
     """
     several = items(given)
     if several is not None and len(several) != batch:
@@ -242,6 +242,12 @@ def matchers_of(given: Any, batch: int, *, ends: bool) -> list[TokenMatcher | No
                 first[id(one)] = made
     if all(matcher is None for matcher in matchers):
         return None
+    for b, matcher in enumerate(matchers):
+        if matcher is not None and matcher.is_terminated():
+            raise ValueError(
+                f"generate: grammar of request {b} has terminated before the first token: a matcher "
+                "follows one text to its end, and the next one needs another"
+            )
     if not ends:
         raise ValueError(
             "generate: eos_token_id must be given with a grammar, since nothing else may come "
