@@ -47,7 +47,8 @@ class Written(NamedTuple):
     tokens: list[int]  # the new ones, the end token included
     seconds: float
     calls: int  # of the target
-    accepted_of_tested: float
+    accepted: int
+    tested: int  # draft tokens
 
 
 def contestants(
@@ -65,7 +66,8 @@ def contestants(
             seconds = time.perf_counter() - begin
             found = result.statistics
             new = result.sequences[0, ids.shape[1] :].tolist()
-            return Written(new, seconds, found.rounds, found.accepted_of_tested)
+            tested = found.accepted + found.rejected
+            return Written(new, seconds, found.rounds, found.accepted, tested)
 
         return write
 
@@ -80,7 +82,7 @@ def contestants(
         )  # fmt: skip
         seconds = time.perf_counter() - begin
         new = out[0, ids.shape[1] :].tolist()
-        return Written(new, seconds, len(new), float("nan"))
+        return Written(new, seconds, len(new), 0, 0)
 
     return {
         "no draft": ours(None),
@@ -128,16 +130,16 @@ def timed(
     for name, each in written.items():
         ratios = [a / b for a, b in zip(rates[name], rates["no draft"], strict=True)]
         tokens, calls = sum(len(one.tokens) for one in each), sum(one.calls for one in each)
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        tested = sum(one.tested for one in each)
+        share = round(sum(one.accepted for one in each) / tested, 3) if tested else ""
         records.append(
             {
                 "contestant": name,
                 "texts": len(each),
                 "tokens": tokens,
                 "tokens a call": round(tokens / calls, 3),
-                "accepted of tested": round(
-                    statistics.fmean(one.accepted_of_tested for one in each), 3
-                ),
+                "accepted of tested": share,
                 "tokens a second": round(tokens / sum(one.seconds for one in each), 1),
                 "speed ratio": round(statistics.fmean(ratios), 3),
                 "its standard error": round(error, 3),
@@ -157,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=1000, help="texts that are judged")
     parser.add_argument("--batch", type=int, default=25, help="of them in a batch")
-    parser.add_argument("--timed", type=int, default=40, help="texts of each contestant")
+    parser.add_argument("--timed", type=int, default=40, help="texts of each, at least 2")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--target", help="folder of a model, or smollm2; default: the shipped pair")

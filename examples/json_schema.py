@@ -2,7 +2,7 @@
 
     pip install xgrammar jsonschema          # or llguidance, with --engine llguidance
     python examples/json_schema.py --runs 5
-    python examples/json_schema.py --schema SCHEMA.json --prompt TEXT --target TARGET [--draft DRAFT]
+    python examples/json_schema.py --schema FILE --prompt TEXT --target TARGET [--draft DRAFT]
 
 The engine says which tokens may come next; target and draft are sampled under that, so that every
 text is valid, and distributed as if the target alone had been sampled so. Without --target the

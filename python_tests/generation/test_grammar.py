@@ -433,7 +433,7 @@ def ended():
         (Nested, {"eos_token_id": ()}, ValueError, "eos_token_id must be given with a grammar"),
         (Nested, {"num_beams": 2}, ValueError, "grammar must be left out .*branch"),
         (Immovable(), {}, ValueError, "one matcher for several requests, .* cannot be copied"),
-        ([Nested(), ended()], {}, ValueError, "grammar of request 1 has terminated before the first"),
+        ([Nested(), ended()], {}, ValueError, "request 1 has terminated before the first token"),
         (Refuses, {}, ValueError, "mask allows token 0 after 0 new tokens, and its accept_token"),
     ],
 )  # fmt: skip

@@ -245,8 +245,8 @@ def matchers_of(given: Any, batch: int, *, ends: bool) -> list[TokenMatcher | No
     for b, matcher in enumerate(matchers):
         if matcher is not None and matcher.is_terminated():
             raise ValueError(
-                f"generate: grammar of request {b} has terminated before the first token: a matcher "
-                "follows one text to its end, and the next one needs another"
+                f"generate: grammar of request {b} has terminated before the first token: a "
+                "matcher follows one text to its end, and the next one needs another"
             )
     if not ends:
         raise ValueError(
