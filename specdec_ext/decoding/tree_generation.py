@@ -31,7 +31,7 @@ class TreeGeneration(ChainGeneration):
         draft = self.drafter.propose_tree(self.positions)
         check_tree_draft(draft, self.drafter, len(self.last))
         draft = draft._replace(tokens=torch.cat([self.last, draft.tokens[:, 1:]], 1))
-        nodes = ([], [])
+        nodes: tuple[list[list[int]], list[list[int]]] = ([], [])
         if self.looks_at_drafts:  # the target has not begun
             nodes = (draft.tokens.tolist(), draft.parents.tolist())
 
