@@ -268,7 +268,8 @@ class ChainGeneration:
         draft = self.drafter.propose(max(lengths), self.positions, self.policy.go_on)
         check_draft(draft, self.drafter, len(lengths), max(lengths))
         gamma = draft.tokens.shape[1]  # it may have had fewer to propose
-        drafted_ids = draft.tokens.tolist() if self.looks_at_drafts else []  # the target not begun
+        # Read before the target runs: later, the host would wait for that as well.
+        drafted_ids = draft.tokens.tolist() if self.looks_at_drafts else []
 
         self.clock.start("target")
         logits = self.target.forward(torch.cat([self.last, draft.tokens], 1))  # [B, gamma + 1, V]

@@ -32,7 +32,7 @@ class TreeGeneration(ChainGeneration):
         check_tree_draft(draft, self.drafter, len(self.last))
         draft = draft._replace(tokens=torch.cat([self.last, draft.tokens[:, 1:]], 1))
         nodes: tuple[list[list[int]], list[list[int]]] = ([], [])
-        if self.looks_at_drafts:  # the target has not begun
+        if self.looks_at_drafts:  # before the target runs
             nodes = (draft.tokens.tolist(), draft.parents.tolist())
 
         self.clock.start("target")
