@@ -105,6 +105,7 @@ def generate_fn(
     rule: str | None = None,
     tree: StaticTree | GrownTree | None = None,
     seeds: int | Sequence[int] | Tensor | None = None,
+    grammar: Any = None,
     on_round: Callable[[list[Burst]], None] | None = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
@@ -141,6 +142,9 @@ def generate_fn(
     rule, tree, seeds, on_round
         As in `specdec_ext.generate`. Without seeds, they are drawn from torch's generator, which
         ``transformers.set_seed`` sets.
+    grammar : optional
+        As in `specdec_ext.generate`. xgrammar's own logits processor is understood as well, as the
+        last one that is given; it need not be told of the batch.
     inputs_tensor : Tensor
         The encoder's input, where there is one: a draft that is an encoder-decoder reads it, too.
 
@@ -210,6 +214,7 @@ def generate_fn(
         seeds=seeds,
         tree=tree,
         rule=rule,
+        grammar=grammar,
         logits_processor=[_by_request(processor, beams) for processor in processors],
         eos_token_id=_ids(config._eos_token_tensor),
         stopping_criteria=[

@@ -106,7 +106,7 @@ class AnotherRow(HeadsDrafter):
     """Passes on the row of another head than each token was drawn from."""
 
     def propose(self, gamma, positions, go_on=None):
-        tokens, logits, kinds, _ = super().propose(gamma, positions, go_on)
+        tokens, logits, kinds, *_ = super().propose(gamma, positions, go_on)
         return Draft(tokens, None if logits is None else logits.roll(1, 1), kinds)
 
 

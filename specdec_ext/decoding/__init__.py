@@ -17,6 +17,7 @@ from .drafters.stacked import StackedDrafter
 from .drafters.suffix import SuffixDrafter
 from .drafters.uniform import UniformDrafter
 from .generate import generate, stream
+from .matchers import TokenMatcher
 from .policies import (
     ConfidenceStop,
     EntropyBound,
@@ -65,6 +66,7 @@ __all__ = [
     "StaticTree",
     "Statistics",
     "SuffixDrafter",
+    "TokenMatcher",
     "TreeProposer",
     "UniformDrafter",
     "generate",

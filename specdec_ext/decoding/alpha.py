@@ -76,16 +76,17 @@ class AlphaSamples:
     def __init__(self, rule: Rule, policy: Any, *, measured: bool) -> None:
         self._rule = rule
         self._policy = policy if getattr(policy, "reads_alpha", False) else None
-        self._measures = (measured or (self._policy is not None and not rule.stepwise)) and not (
+        #: Whether overlaps are computed, from the rows of both.
+        self.measures = (measured or (self._policy is not None and not rule.stepwise)) and not (
             rule.ignores_sampling
         )
         #: Whether drafters are to pass on the rows that they draw from.
-        self.needs_law = rule.reads_draft_law or self._measures
+        self.needs_law = rule.reads_draft_law or self.measures
         self._round: list[list[float]] = []
 
     def overlaps(self, logits: Tensor, draft: Draft, filters: Mapping[str, Any]) -> Tensor | None:
         """Compute what `draft_overlaps` does, if it is to be measured."""
-        return draft_overlaps(logits, draft, filters) if self._measures else None
+        return draft_overlaps(logits, draft, filters) if self.measures else None
 
     def add(
         self, accepted: int, rejected: bool, overlaps: list[float] | None = None
@@ -121,7 +122,7 @@ class AlphaSamples:
         rule accepts it with probability p(x).
         """
         rule = self._rule
-        return rule.lossless and (self._measures or (rule.stepwise and not rule.races))
+        return rule.lossless and (self.measures or (rule.stepwise and not rule.races))
 
     def end_round(self) -> None:
         """Give the policy what it asks for, of all requests, and begin anew."""

@@ -15,6 +15,8 @@ import torch
 
 from . import arguments
 from .checks import flag, integer, items, number, number_in, shown
+from .evidence import name_of
+from .matchers import is_grammar_processor
 
 __all__ = ["BeamOptions", "Hypothesis", "Level", "Search", "beam_options", "check_unsampled"]
 
@@ -90,6 +92,7 @@ def beam_options(given: Any) -> BeamOptions | None:
     if given.draft_beams is not None:
         draft_width = integer("generate: draft_beams", given.draft_beams, width)
     _refuse_others(given)
+    _refuse_grammars(given)
     gamma = _levels(given, width, draft_width)
     # With one beam, transformers and `generate` decode greedily: the first end token is the end.
     stopping = True if width == 1 else stopping
@@ -105,6 +108,18 @@ def _refuse_others(given: Any) -> None:
                 f"generate: {name} must be left out of a beam search (num_beams, draft_beams), got "
                 f"{shown(value)}"
             )
+
+
+def _refuse_grammars(given: Any) -> None:
+    """Refuse grammars: beams of a request are several texts, and a matcher follows one."""
+    processors = arguments.callables("logits_processor", given.logits_processor)
+    named = ["grammar"] if given.grammar is not None else []
+    named += [f"logits_processor {name_of(p)}" for p in processors if is_grammar_processor(p)]
+    if named:
+        raise ValueError(
+            f"generate: {named[0]} must be left out of a beam search (num_beams, draft_beams): a "
+            "matcher follows one text, and beams are several, which branch"
+        )
 
 
 def _levels(given: Any, width: int, draft_width: int) -> int:

@@ -21,7 +21,8 @@ from ..contract import (
 from . import arguments
 from .alpha import AlphaSamples
 from .counts import Counts
-from .drafters import Requests, check_draft, last_tokens, reads_features
+from .drafters import Draft, Requests, check_draft, last_tokens, reads_features
+from .grammar_masks import GrammarMasks, hidden
 from .options import Settings
 from .policies import GammaPolicy
 from .processors import Processors
@@ -162,6 +163,8 @@ class ChainGeneration:
         self.seeds = settings.seeds
         self.alpha = AlphaSamples(self.rule, policy, measured=settings.measure_alpha)
         self.processors: Processors | None = None  # they are shown texts, which come later
+        self.grammars: GrammarMasks | None = None
+        self.misled: dict[int, int] = {}  # requests to which a token came that no grammar allows
         self.stops = settings.stops
         self.limits = limits = settings.limits
         self.new: list[list[int]] = [[] for _ in limits]
@@ -191,6 +194,10 @@ class ChainGeneration:
         self.positions = torch.tensor(lengths, device=device)  # [B], where the next token goes
         self.ends = self.positions + torch.tensor(self.limits, device=device)
         self._show_texts()
+        if settings.matchers is not None:
+            self.grammars = GrammarMasks(
+                settings.matchers, self.new, self.stops.tokens, self.width, device
+            )
         room = self._room(ids.shape[1])
         self.target = host_model(
             self.target_model,
@@ -219,8 +226,9 @@ class ChainGeneration:
                 self.alpha.needs_law,
                 coupled=self.rule.races,
                 static_cache=settings.static_cache,
-                process=self._process_draft if self.processors is not None else None,
+                process=self._process_draft if self.looks_at_drafts else None,
                 tree=settings.tree,
+                mask_nodes=self._mask_nodes if self.grammars is not None else None,
                 features=self.target.features,
             )
         )
@@ -260,19 +268,22 @@ class ChainGeneration:
         draft = self.drafter.propose(max(lengths), self.positions, self.policy.go_on)
         check_draft(draft, self.drafter, len(lengths), max(lengths))
         gamma = draft.tokens.shape[1]  # it may have had fewer to propose
+        # Read before the target runs: later, the host would wait for that as well.
+        drafted_ids = draft.tokens.tolist() if self.looks_at_drafts else []
 
         self.clock.start("target")
         logits = self.target.forward(torch.cat([self.last, draft.tokens], 1))  # [B, gamma + 1, V]
 
         self.clock.start("rest")
-        logits = self._process(logits, draft.tokens)
+        rows = draft.logits if self.rule.reads_draft_law else None
+        logits, masks = self._process(logits, draft, drafted_ids)
 
         self.clock.start("verify")
-        rows = draft.logits if self.rule.reads_draft_law else None
         verified = ops.verify(
             logits,
             draft.tokens,
             rows,
+            allowed_mask=masks,
             draft_kinds=draft.kinds if self.rule.reads_draft_law else None,
             draft_token_ids=None if rows is None else draft.token_ids,
             draft_lengths=None if cut is None else cut.clamp(max=gamma),
@@ -318,22 +329,65 @@ class ChainGeneration:
         allowed = zip(self.policy.lengths(), remaining, strict=True)
         return [min(length, left - 1) for length, left in allowed]
 
-    def _process(self, logits: Tensor, drafted: Tensor) -> Tensor:
-        """Run the logits processors on the target's rows, ``[B, gamma + 1, V]``."""
-        if self.processors is None:
-            return logits
-        return self.processors.chain(self.running, drafted.tolist(), logits)
+    @property
+    def looks_at_drafts(self) -> bool:
+        """Whether the host is to see draft tokens before they are verified."""
+        return self.processors is not None or self.grammars is not None
+
+    def _process(
+        self, logits: Tensor, draft: Draft, drafted: list[list[int]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the logits processors on the target's rows, ``[B, gamma + 1, V]``, and mask them.
+
+        The masks are the operator's to apply, which would cut the draft's law as well: where that
+        is read, and was not drawn from under them, the target's rows alone are cut here.
+        """
+        size = logits.shape[2]
+        if self.processors is not None:
+            shown = drafted if self.grammars is None else self.grammars.legal(self.running, drafted)
+            logits = self.processors.chain(self.running, shown, logits)
+        if self.grammars is None:
+            return logits, None
+        masks = self.grammars.chain(self.running, drafted, logits.shape[1], size)
+        is_law_read = self.rule.reads_draft_law and draft.logits is not None
+        if self.alpha.measures or (is_law_read and not draft.masked):
+            return hidden(logits, masks), None
+        return logits, masks
 
     def _process_draft(
         self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
-        """Run them on a drafter's rows, if those are over the target's tokens: see `Process`."""
-        if self.processors is None or logits.shape[-1] != self.width:
-            return logits
+        """Run processors on a drafter's rows, if those are over the target's tokens, and mask them.
+
+        See `Process`.
+        """
         rows = drafted.tolist()
         if emitted is not None:
             rows = [[*before, *row] for before, row in zip(emitted, rows, strict=True)]
-        return self.processors.chain(self.running, rows, logits, of_draft=True)
+        if self.processors is not None and logits.shape[-1] == self.width:
+            shown = rows if self.grammars is None else self.grammars.legal(self.running, rows)
+            logits = self.processors.chain(self.running, shown, logits, of_draft=True)
+        if self.grammars is None:
+            return logits
+        masks = self.grammars.chain(self.running, rows, logits.shape[1], logits.shape[2])
+        return hidden(logits, masks)
+
+    def _mask_nodes(self, logits: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Mask a drafter's rows of the last m of a tree's nodes: see `MaskNodes`."""
+        assert self.grammars is not None, "drafters have it where there are grammars"
+        masks = self.grammars.tree(self.running, tokens.tolist(), parents.tolist(), logits.shape[2])
+        return hidden(logits, masks[:, -logits.shape[1] :])
+
+    def _gain(self, b: int, outcome: ChainOutcome | TreeOutcome) -> list[int]:
+        """Add to a request what a round emitted, up to its end, and return it."""
+        tokens = self._emitted(b, outcome)
+        self.new[b] += tokens
+        self.logprobs[b] += outcome.logprobs[: len(tokens)]
+        if self.grammars is not None:
+            wrong = self.grammars.advance(b)
+            if wrong is not None:
+                self.misled[b] = wrong
+        return tokens
 
     def _emitted(self, b: int, outcome: ChainOutcome | TreeOutcome) -> list[int]:
         """Return what a round emitted, up to the request's end; without a law, no final token."""
@@ -354,11 +408,9 @@ class ChainGeneration:
         rejected = accepted < length and not (
             outcome.status & DRAFT_ENDED_EARLY and math.isnan(accept_probs[i, accepted].item())
         )
-        tokens = self._emitted(b, outcome)
+        tokens = self._gain(b, outcome)
         rejected = rejected and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
-        self.new[b] += tokens
-        self.logprobs[b] += outcome.logprobs[: len(tokens)]
         self.statistics.record(
             b, drafted=length, accepted=accepted, emitted=len(tokens), rejected=rejected
         )
@@ -416,11 +468,15 @@ class ChainGeneration:
 
     def _raise_if_fatal(self, status: list[int]) -> None:
         fatal = sum(FATAL)
-        failed = [(b, bits) for b, bits in zip(self.running, status, strict=True) if bits & fatal]
+        failed = [
+            (b, bits)
+            for b, bits in zip(self.running, status, strict=True)
+            if bits & fatal or b in self.misled
+        ]
         if not failed:
             return
         b, bits = failed[0]
-        reasons = " and ".join(text for bit, text in FATAL.items() if bits & bit)
+        reasons = " and ".join(self._reasons(b, bits))
         others = f" ({len(failed) - 1} more requests failed)" if len(failed) > 1 else ""
         sequences, statistics = self.result()
         raise GenerationError(
@@ -431,6 +487,19 @@ class ChainGeneration:
             sequences,
             statistics,
         )
+
+    def _reasons(self, b: int, status: int) -> list[str]:
+        """Say why a request cannot go on."""
+        reasons = [text for bit, text in FATAL.items() if status & bit]
+        if b in self.misled:
+            return [
+                f'the rule "{self.rule.name}" emitted token {self.misled[b]} against the grammar'
+            ]
+        if self.grammars is None or not status & STATUS_NO_TARGET_LAW:
+            return reasons
+        if self.grammars.allows_nothing(b):
+            return ["the grammar allows no token of the target's"]
+        return [*reasons, "the grammar allows some tokens, so that nothing else hides them"]
 
     def finish(self) -> None:
         """Leave processors and criteria that keep state as plain decoding would leave them."""

@@ -130,7 +130,7 @@ def repeated(given: Options) -> Options:
     changed: dict[str, Any] = {"input_ids": given.input_ids.repeat_interleave(several, 0)}
     if given.attention_mask is not None:
         changed["attention_mask"] = given.attention_mask.repeat_interleave(several, 0)
-    for name in ("max_new_tokens", *SAMPLING):
+    for name in ("max_new_tokens", "grammar", *SAMPLING):
         values = items(getattr(given, name))
         if values is not None:
             of_each = [value for value in values for _ in range(several)]

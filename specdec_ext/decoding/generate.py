@@ -20,6 +20,7 @@ from .checks import flag, shown
 from .collapse import warn_where_drafts_fail
 from .configured import check_sampled, configured, repeated
 from .drafters import Drafter, as_drafter, check_distinct
+from .matchers import matchers_of, without_grammar
 from .options import Options, Settings
 from .policies import FixedGamma, GammaPolicy, as_policy
 from .processors import Processor
@@ -60,6 +61,7 @@ def generate(
     delta: float = 0.3,
     raw_logprobs: bool = False,
     logits_processor: Processor | Iterable[Processor] | None = None,
+    grammar: Any = None,
     eos_token_id: int | Iterable[int] | None = None,
     stop_sequences: Iterable[Sequence[int]] | None = None,
     stop_strings: str | Sequence[str] | None = None,
@@ -153,6 +155,18 @@ def generate(
         the target (models, n-gram models, uniform tokens, each level of a hierarchy) draw from
         processed rows, too, but for processors that keep state and run a model; drafts that are
         trees do not.
+    grammar : TokenMatcher, callable, xgrammar.CompiledGrammar or sequence of them, optional
+        What new tokens must match: of all requests, or of each (None: anything). A `TokenMatcher`,
+        as xgrammar's ``GrammarMatcher`` and llguidance's ``LLMatcher`` are understood to be, is
+        followed from the state that it is in to the end of its request's text; what makes matchers
+        (a compiled grammar, a callable without arguments) is asked for one for each request. The
+        law is that of plain decoding under the same masks, which apply behind
+        ``logits_processor``, before temperature and filters. Matchers are led along each draft, or
+        over each tree, and rolled back. Drafters draw under the masks where they draw from
+        processed rows, and so do trees that a model drafts. Where a matcher has terminated, only
+        end tokens may come. Tokens that it does not know, as of a padded vocabulary, never come.
+        xgrammar's own logits processor, given as the last ``logits_processor``, is taken for the
+        grammar that it holds.
     eos_token_id : int, iterable of int or Tensor, optional
         Tokens that end a request (and are kept). None: those of the model's configuration, ``()``:
         none.
@@ -274,6 +288,7 @@ def generate(
         delta=delta,
         raw_logprobs=raw_logprobs,
         logits_processor=logits_processor,
+        grammar=grammar,
         eos_token_id=eos_token_id,
         stop_sequences=stop_sequences,
         stop_strings=stop_strings,
@@ -443,6 +458,9 @@ def _prepare(given: Options) -> ChainGeneration:
             f'generate: measure_alpha must be False under the rule "{rule}", which samples no draft'
         )
     stop = arguments.stop_tokens(target, given.eos_token_id)
+    processors, grammar = without_grammar(
+        arguments.callables("logits_processor", given.logits_processor), given.grammar
+    )
     settings = Settings(
         prompts=ids,
         attention_mask=given.attention_mask,
@@ -451,7 +469,8 @@ def _prepare(given: Options) -> ChainGeneration:
         rule=rule,
         rule_options={**rule_options, "raw_logprobs": flags["raw_logprobs"]},
         laws=laws,
-        processors=arguments.callables("logits_processor", given.logits_processor),
+        processors=processors,
+        matchers=matchers_of(grammar, batch, ends=any(token >= 0 for token in stop)),
         stops=find_stops(
             stop,
             arguments.stop_sequences(given.stop_sequences),

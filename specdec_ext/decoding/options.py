@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .matchers import TokenMatcher
 from .processors import Processor
 from .sampling_laws import SamplingLaws
 from .stopping import Criterion, Stops
@@ -52,6 +53,7 @@ class Options:
     delta: float
     raw_logprobs: bool
     logits_processor: Processor | Iterable[Processor] | None
+    grammar: Any
     eos_token_id: int | Iterable[int] | None
     stop_sequences: Iterable[Sequence[int]] | None
     stop_strings: str | Sequence[str] | None
@@ -91,6 +93,8 @@ class Settings:
         ``[B]`` int64.
     processors : sequence of callable
         The logits processors.
+    matchers : sequence of TokenMatcher or None, or None
+        The grammar of each request, None where anything may come; None: there are none.
     stops : Stops
         What ends a request.
     pad : int
@@ -108,6 +112,7 @@ class Settings:
     laws: SamplingLaws
     seeds: Tensor
     processors: Sequence[Processor]
+    matchers: Sequence[TokenMatcher | None] | None
     stops: Stops
     pad: int
     padded_texts: bool

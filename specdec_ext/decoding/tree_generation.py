@@ -10,7 +10,9 @@ from .chain_generation import Burst, ChainGeneration
 from .counts import Counts
 from .drafters import last_tokens
 from .drafters.tree import check_tree_draft, tree_view
+from .grammar_masks import hidden
 from .transfer import Transfer, TreeOutcome
+from .trees import TreeDraft
 
 __all__ = ["TreeGeneration"]
 
@@ -29,6 +31,9 @@ class TreeGeneration(ChainGeneration):
         draft = self.drafter.propose_tree(self.positions)
         check_tree_draft(draft, self.drafter, len(self.last))
         draft = draft._replace(tokens=torch.cat([self.last, draft.tokens[:, 1:]], 1))
+        nodes: tuple[list[list[int]], list[list[int]]] = ([], [])
+        if self.looks_at_drafts:  # before the target runs
+            nodes = (draft.tokens.tolist(), draft.parents.tolist())
 
         self.clock.start("target")
         seen, depths = tree_view(draft.parents)
@@ -36,10 +41,7 @@ class TreeGeneration(ChainGeneration):
         logits = self.target.forward_nodes(draft.tokens, seen, depths)  # [B, N, V]
 
         self.clock.start("rest")
-        if self.processors is not None:
-            logits = self.processors.tree(
-                self.running, draft.tokens.tolist(), draft.parents.tolist(), logits
-            )
+        logits, masks = self._process_nodes(logits, draft, *nodes)
 
         self.clock.start("verify")
         verified = ops.verify_tree(
@@ -47,6 +49,7 @@ class TreeGeneration(ChainGeneration):
             draft.tokens,
             draft.parents,
             draft.logits,
+            allowed_mask=masks,
             kinds=draft.kinds,
             children_rows=draft.children_rows,
             seeds=self.seeds,
@@ -75,15 +78,30 @@ class TreeGeneration(ChainGeneration):
         self._commit_path(verified.tokens, verified.path, accepted, bursts)
         return bursts
 
+    def _process_nodes(
+        self, logits: Tensor, draft: TreeDraft, tokens: list[list[int]], parents: list[list[int]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Do what `_process` does to the rows of a tree's nodes, ``[B, N, V]``."""
+        size = logits.shape[2]
+        if self.processors is not None:
+            shown = tokens
+            if self.grammars is not None:
+                shown = self.grammars.legal_nodes(self.running, tokens, parents)
+            logits = self.processors.tree(self.running, shown, parents, logits)
+        if self.grammars is None:
+            return logits, None
+        masks = self.grammars.tree(self.running, tokens, parents, size)
+        if draft.logits is not None and not draft.masked:
+            return hidden(logits, masks), None
+        return logits, masks
+
     def _append_path(self, i: int, outcome: TreeOutcome) -> Burst:
         """Add to running request ``i`` what the round emitted, up to its end; count it."""
         b, accepted = self.running[i], outcome.accepted
-        tokens = self._emitted(b, outcome)
+        tokens = self._gain(b, outcome)
         visits = _visits(outcome.path[:accepted], outcome.parents)
         rejected = visits[-1][0] > 0 and len(tokens) == accepted + 1
         accepted = min(accepted, len(tokens))
-        self.new[b] += tokens
-        self.logprobs[b] += outcome.logprobs[: len(tokens)]
         self.statistics.record(
             b,
             drafted=sum(parent >= 0 for parent in outcome.parents),

@@ -73,6 +73,8 @@ class TreeDraft(NamedTuple):
         ``[B, R, V]``, the laws that children were drawn from; None where none was drawn.
     children_rows : Tensor or None
         ``[B, N]`` int64, the law of each node's children, -1 where it has none.
+    masked : bool
+        As in `specdec_ext.decoding.Draft`.
     """
 
     tokens: Tensor
@@ -80,6 +82,7 @@ class TreeDraft(NamedTuple):
     kinds: Tensor
     logits: Tensor | None
     children_rows: Tensor | None
+    masked: bool = False
 
 
 # -------------------------------------------------------------------------------------------------

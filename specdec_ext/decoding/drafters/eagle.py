@@ -13,7 +13,7 @@ from ..checks import shown
 from ..counts import Counts
 from ..trees import StaticTree, TreeDraft, draft_grown, draft_nothing, draft_static
 from . import Draft, GoOn, Requests
-from .tree import Branches
+from .tree import Branches, NodeMasks
 
 if TYPE_CHECKING:
     from ..cache import CachedModel
@@ -234,6 +234,7 @@ class EagleDrafter:
             )
         else:
             draft, _ = draft_grown(tree, root, extend, drawing["filters"])
+        draft = draft._replace(masked=self._requests.mask_nodes is not None)
         if known is None:
             return draft
         return draft._replace(tokens=torch.where(known[:, None], draft.tokens, -1))
@@ -246,6 +247,7 @@ class EagleDrafter:
         """
         assert self._cached is not None
         cached, branches = self._cached, Branches(row[:, 0])
+        masks = NodeMasks(self._requests.mask_nodes)
         states, has_run = state[:, None], False  # of the nodes; whether the root's turn has come
         cached.begin_tree()
 
@@ -253,7 +255,7 @@ class EagleDrafter:
             nonlocal states, has_run
             if not has_run:
                 has_run = True
-                return self._over_the_target(row[:, None])
+                return masks.hide(self._over_the_target(row[:, None]), tokens, parents)
             seen, depths = branches.add(parents)
             self._fed.features = states.gather(
                 1, parents[:, :, None].expand(-1, -1, states.shape[2])
@@ -262,7 +264,7 @@ class EagleDrafter:
             assert cached.features is not None
             states = torch.cat([states, cached.features], 1)
             self._drafted += tokens.shape[1]
-            return self._over_the_target(logits)
+            return masks.hide(self._over_the_target(logits), tokens, parents)
 
         return extend
 

@@ -195,7 +195,8 @@ class HierarchicalDrafter(ModelDrafter):
         width = max(found.wanted)
         if found.rows is None or not self._requests.needs_law:
             return Draft(found.tokens[:, :width])
-        return Draft(found.tokens[:, :width], found.rows[:, :width])
+        has_processed = self._level.process is not None
+        return Draft(found.tokens[:, :width], found.rows[:, :width], masked=has_processed)
 
     def _lengths(self) -> list[int]:
         """Return how long each text is, with what this level has emitted or been told of."""

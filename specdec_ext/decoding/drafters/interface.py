@@ -23,6 +23,7 @@ __all__ = [
     "Drafter",
     "FeatureDrafter",
     "GoOn",
+    "MaskNodes",
     "NoDrafter",
     "Process",
     "Requests",
@@ -44,12 +45,12 @@ GoOn = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Process(Protocol):
-    """Runs the caller's logits processors on rows that a drafter is to draw from."""
+    """Runs the caller's logits processors on rows that a drafter is to draw from, and grammars."""
 
     def __call__(
         self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
-        """Return the processed rows; rows over other tokens than the target's, as they are.
+        """Return the processed rows; rows over other tokens than the target's are only masked.
 
         Parameters
         ----------
@@ -64,6 +65,26 @@ class Process(Protocol):
         -------
         Tensor
             ``[B, m, Vd]`` float32. The host waits for the device.
+        """
+
+
+class MaskNodes(Protocol):
+    """Hides what the caller's grammars do not allow in rows of a tree that is being drafted."""
+
+    def __call__(self, logits: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Return the rows with -inf at tokens that may not come.
+
+        Parameters
+        ----------
+        logits : Tensor
+            ``[B, m, V]``, of the last m nodes.
+        tokens, parents : Tensor
+            ``[B, n]`` int64, all nodes so far; what stands at the root, node 0, is not read.
+
+        Returns
+        -------
+        Tensor
+            ``[B, m, V]``. The host waits for the device.
         """
 
 
@@ -99,9 +120,11 @@ class Requests:
     static_cache : bool
         Whether caches keep one size, as compiled models want it.
     process : Process or None
-        Runs the caller's logits processors on rows over the target's tokens, see `Process`; None if
-        there are none. A drafter need not use it: the law that it passes on is the one it drew
-        from, either way.
+        Runs the caller's logits processors on rows over the target's tokens, and hides what the
+        caller's grammars do not allow there, see `Process`; None if there are none of both. A
+        drafter need not use it: the law that it passes on is the one it drew from, either way.
+    mask_nodes : MaskNodes or None
+        The grammars' part of that, for a `TreeProposer`; None if there are none.
     tree : StaticTree, GrownTree or None
         What a `TreeProposer` is to draft in every round; None where chains are asked for.
     features : Tensor or None
@@ -124,6 +147,7 @@ class Requests:
     static_cache: bool = False
     process: Process | None = None
     tree: StaticTree | GrownTree | None = None
+    mask_nodes: MaskNodes | None = None
     features: Tensor | None = None
 
     @property
@@ -264,12 +288,17 @@ class Draft(NamedTuple):
     token_ids : Tensor or None
         ``[Vd]`` int64, the target's token of each entry of ``logits``, of a reduced vocabulary;
         None: entry i is token i. Not without logits.
+    masked : bool
+        Whether all rows of ``logits`` come from `Requests.process`, so that they hold -inf where a
+        grammar allows nothing. Verification then takes the packed masks as they are; otherwise the
+        target's rows are cut first, which is as exact, and costs a copy of them.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     kinds: Tensor | None = None
     token_ids: Tensor | None = None
+    masked: bool = False
 
 
 def check_draft(draft: Any, drafter: Any, batch: int, gamma: int) -> None:

@@ -119,7 +119,10 @@ class ModelDrafter(ModelHost):
         if not tokens:
             return Draft(self._missing[:, :0])
         laws = laws[:1] * shared + laws  # no law is read of tokens that another drafter proposed
-        return Draft(torch.cat(tokens, 1), torch.cat(laws, 1) if self._requests.needs_law else None)
+        if not self._requests.needs_law:
+            return Draft(torch.cat(tokens, 1))
+        has_processed = self._requests.process is not None
+        return Draft(torch.cat(tokens, 1), torch.cat(laws, 1), masked=has_processed)
 
     def _draw(self, logits: Tensor, positions: Tensor, i: int) -> Tensor:
         """Draw draft token ``i`` (0-based) of each row, ``[B, 1]``; -1 where a row has no law."""

@@ -19,10 +19,17 @@ from ..trees import (
     draft_grown,
     draft_static,
 )
-from . import Requests, TreeProposer, last_tokens
+from . import MaskNodes, Requests, TreeProposer, last_tokens
 from .hosted import ModelHost
 
-__all__ = ["Branches", "TreeDrafter", "as_tree_proposer", "check_tree_draft", "tree_view"]
+__all__ = [
+    "Branches",
+    "NodeMasks",
+    "TreeDrafter",
+    "as_tree_proposer",
+    "check_tree_draft",
+    "tree_view",
+]
 
 
 def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,6 +80,29 @@ class Branches:
         return added, depths
 
 
+class NodeMasks:
+    """Hides in rows of a growing tree what the caller's grammars, if any, do not allow.
+
+    Parameters
+    ----------
+    mask : MaskNodes or None
+        Of `Requests`.
+    """
+
+    def __init__(self, mask: MaskNodes | None) -> None:
+        self._mask = mask
+        self._tokens: list[Tensor] = []
+        self._parents: list[Tensor] = []
+
+    def hide(self, logits: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Mask the rows ``[B, m, V]`` of nodes ``[B, m]``; parents count those that came before."""
+        if self._mask is None:
+            return logits
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        return self._mask(logits, torch.cat(self._tokens, 1), torch.cat(self._parents, 1))
+
+
 class TreeDrafter(ModelHost):
     """Drafts trees with a causal model under the draft's filters.
 
@@ -106,7 +136,7 @@ class TreeDrafter(ModelHost):
         else:
             draft = self._propose_grown(tree, root)
         self._runs = torch.where(self._runs >= 0, self._runs + self._lead, -1)
-        return draft
+        return draft._replace(masked=self._requests.mask_nodes is not None)
 
     @property
     def _lead(self) -> int:
@@ -132,10 +162,13 @@ class TreeDrafter(ModelHost):
         parents = torch.tensor(tree.parents, device=device)[None]
         seen, depths = tree_view(parents)
         seen = seen.expand(root.shape[0], -1, -1)
+        parents = parents.expand(root.shape[0], -1)
+        masks = NodeMasks(self._requests.mask_nodes)
 
         def extend(tokens: Tensor, nodes: range) -> Tensor:
             level = slice(nodes.start, nodes.stop)
-            return self._run(tokens, seen[:, level, : nodes.stop], depths[:, level])
+            rows = self._run(tokens, seen[:, level, : nodes.stop], depths[:, level])
+            return masks.hide(rows, tokens, parents[:, level])
 
         inner = tree.levels[-1].start
         nodes = torch.arange(len(tree.parents), device=device)
@@ -144,13 +177,16 @@ class TreeDrafter(ModelHost):
 
     def _propose_grown(self, tree: GrownTree, root: Tensor) -> TreeDraft:
         branches: Branches | None = None
+        masks = NodeMasks(self._requests.mask_nodes)
 
         def extend(tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal branches
             if branches is None:
                 branches = Branches(root)
-                return self._run(tokens, branches.seen, branches.depths)
-            return self._run(tokens, *branches.add(parents))
+                rows = self._run(tokens, branches.seen, branches.depths)
+            else:
+                rows = self._run(tokens, *branches.add(parents))
+            return masks.hide(rows, tokens, parents)
 
         draft, self._runs = draft_grown(tree, root, extend, self._requests.of_trees()["filters"])
         return draft
