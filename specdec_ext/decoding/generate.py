@@ -191,8 +191,8 @@ def generate(
         those of transformers' beam search, whatever the draft. Nothing is sampled, so that what is
         about sampling, rules and trees must be left out, and so must stop sequences, strings and
         criteria. Logits processors are called on log-probabilities, as transformers calls them,
-        each beam's after its own text; they must be functions of their arguments. 1 (the default): no
-        beams.
+        each beam's after its own text; they must be functions of their arguments. 1 (the
+        default): no beams.
     draft_beams : int, optional
         The draft's beams, at least ``num_beams`` (the default). With one beam of the target's, the
         result is its greedy choice.
