@@ -21,6 +21,7 @@ def models():
     return target, draft
 
 
+BEAM_ENDS = {"eos_token_id": list(range(5, 40)), "pad_token_id": 3}
 CONFIGS = {
     "greedy": {"do_sample": False, "temperature": 0.7},
     "sampled": {"do_sample": True},  # top-k is 50, of 67 tokens
@@ -28,6 +29,8 @@ CONFIGS = {
     "ends": {"do_sample": True, "eos_token_id": [5, 9, 11, 30], "pad_token_id": 3},
     "length": {"do_sample": False, "max_length": 11},
     "sequences": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.3, **BEAM_ENDS},
+    "stopping": {"num_beams": 3, "early_stopping": True, "length_penalty": 2.0, **BEAM_ENDS},
     "how": {"do_sample": True, "cache_implementation": "static", "return_dict_in_generate": True},
 }
 
@@ -74,7 +77,8 @@ def test_arguments_come_before_the_configuration():
     ("fields", "said"),
     [
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
-        ({"num_beams": 4, "max_time": 3.0}, "max_time=3.0, num_beams=4"),
+        ({"num_beams": 4, "max_time": 3.0}, "max_time=3.0"),
+        ({"output_logits": True, "max_time": 3.0}, "max_time=3.0, output_logits=True"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"bad_words_ids": [[3]]}, r"bad_words_ids=\[\[3\]\]"),
         ({"output_scores": True}, "output_scores=True"),
@@ -100,6 +104,68 @@ def test_what_is_not_read_is_refused_by_name(fields, said):
 def test_what_is_no_configuration(wrong):
     with pytest.raises(TypeError, match="generation_config must be a transformers.GenerationConf"):
         generate(*tables(5), IDS, generation_config=wrong)
+
+
+# --- beams ------------------------------------------------------------------------------------
+
+BEAMS = {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True, "num_return_sequences": 2}
+
+
+def unchecked(**fields):
+    """Make a configuration whose fields transformers' constructor may refuse together."""
+    config = GenerationConfig()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_beams_of_a_configuration():
+    """Each field is read, an argument comes before it, and one beam makes the others void."""
+    target, draft = models()
+    ids, mask = prompts([6, 4])
+
+    def run(fields, **options):
+        config = unchecked(**BEAM_ENDS, max_new_tokens=NEW, **fields)
+        result = generate(
+            target, draft, ids, attention_mask=mask, generation_config=config, **options
+        )
+        return result.sequences.tolist(), getattr(result, "scores", torch.zeros(0)).tolist()
+
+    expected = run({}, **BEAMS)
+    assert len(expected[0]) == 4 and run(BEAMS) == expected
+    for name in BEAMS:
+        less = {field: value for field, value in BEAMS.items() if field != name}
+        if name == "num_beams":
+            with pytest.raises(ValueError, match="must be 1 where decoding is greedy"):
+                run(less)
+        else:
+            assert run(less) != expected, name
+        assert run(less, **{name: BEAMS[name]}) == expected
+    assert run({**BEAMS, "num_beams": 2, "length_penalty": 0.1}, **BEAMS) == expected
+    greedy = run({})
+    assert run({"length_penalty": 2.0, "early_stopping": True}) == greedy
+    assert run({**BEAMS, "num_return_sequences": 1}, num_beams=1) == greedy
+    target.generation_config.num_beams = 3  # the model's own, which a configuration completes
+    assert run({name: value for name, value in BEAMS.items() if name != "num_beams"}) == expected
+    without = generate(target, draft, ids, attention_mask=mask, max_new_tokens=2)
+    assert not hasattr(without, "scores")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"do_sample": True}, "temperature must be 0 in a beam search"),
+        ({"stop_strings": ["a"]}, "stop_strings must be left out of a beam search"),
+        ({"num_return_sequences": 4}, "num_return_sequences must be at most num_beams, 3, got 4"),
+    ],
+    ids=["do_sample", "stop_strings", "num_return_sequences"],
+)
+def test_beams_of_a_configuration_that_have_no_meaning(fields, said):
+    config = unchecked(**{**BEAMS, **fields})
+    with pytest.raises(ValueError, match=said):
+        generate(*tables(5), IDS, generation_config=config)
+    with pytest.raises(ValueError, match="stream: a beam search has no tokens .* got 3 and None"):
+        stream(*tables(5), IDS, generation_config=GenerationConfig(**BEAMS))
 
 
 # --- do_sample --------------------------------------------------------------------------------

@@ -13,22 +13,24 @@ from .checks import flag, integer, items, shown
 from .options import Options
 from .sampling_laws import SAMPLING
 
-__all__ = ["check_sampled", "configured", "repeated"]
+__all__ = ["check_sampled", "configured", "repeated", "with_beams"]
 
 NEW_TOKENS = 128
 _FILTERS = ("top_k", "top_p", "min_p")
 _SAME = ("stop_strings", "eos_token_id", "pad_token_id")  # arguments of that meaning
+#: What is said of beams, and what holds where nobody says anything.
+_BEAMS: Mapping[str, Any] = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
 _READ = {
     "max_length", "max_new_tokens", "do_sample", "temperature", "num_return_sequences", *_FILTERS,
-    *_SAME,
+    *_SAME, *_BEAMS,
 }  # fmt: skip
 #: Fields that say how transformers works, or are of no account where these here are read.
 _WITHOUT_EFFECT = {
     "assistant_confidence_threshold", "assistant_lookbehind", "bos_token_id", "cache_config",
     "cache_implementation", "compile_config", "decoder_start_token_id", "disable_compile",
-    "early_stopping", "is_assistant", "length_penalty", "max_cache_len", "max_matching_ngram_size",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "prefill_chunk_size",
-    "return_dict_in_generate", "target_lookbehind", "transformers_version", "use_cache",
+    "is_assistant", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "prefill_chunk_size", "return_dict_in_generate",
+    "target_lookbehind", "transformers_version", "use_cache",
 }  # fmt: skip
 
 
@@ -58,6 +60,23 @@ def configured(given: Options) -> Options:
     filled = {name: value for name, value in found.items() if getattr(given, name) is None}
     sequences = integer("generate: num_return_sequences", sequences, low=1)
     return replace(given, **filled, num_return_sequences=sequences)
+
+
+def with_beams(given: Options) -> Options:
+    """Fill in what was left out about beams, as `configured` does with the rest.
+
+    Of a configuration with one beam nothing else about beams is read: transformers decodes without
+    them, too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `configured`, of ``generation_config``.
+    """
+    config = _fields(given.generation_config, given.target)
+    width = config.get("num_beams", 1) if given.num_beams is None else given.num_beams
+    found = {**_BEAMS, **({} if width == 1 else config), "num_beams": width}
+    return replace(given, **{name: found[name] for name in _BEAMS if getattr(given, name) is None})
 
 
 def _fields(config: Any, target: Any) -> Mapping[str, Any]:

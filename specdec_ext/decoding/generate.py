@@ -18,7 +18,7 @@ from .beams import beam_options, check_unsampled
 from .chain_generation import Burst, ChainGeneration, Generated
 from .checks import flag, shown
 from .collapse import warn_where_drafts_fail
-from .configured import check_sampled, configured, repeated
+from .configured import check_sampled, configured, repeated, with_beams
 from .drafters import Drafter, as_drafter, check_distinct
 from .matchers import matchers_of, without_grammar
 from .options import Options, Settings
@@ -71,10 +71,10 @@ def generate(
     padded_texts: bool = False,
     static_cache: bool = False,
     measure_alpha: bool = False,
-    num_beams: int = 1,
+    num_beams: int | None = None,
     draft_beams: int | None = None,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
+    length_penalty: float | None = None,
+    early_stopping: bool | str | None = None,
     on_round: Callable[[list[Burst]], None] | None = None,
     progress: bool = False,
 ) -> Generated | GeneratedBeams:
@@ -100,10 +100,11 @@ def generate(
         ``[B, P]``, zeros at padding. None: every token is part of its prompt.
     generation_config : transformers.GenerationConfig, optional
         Says what arguments left out are: lengths, ``do_sample``, temperature and filters, stop
-        tokens and strings, padding, ``num_return_sequences``, completed as ``model.generate`` does
-        it (from the model's own configuration; top-k is 50 where nobody says otherwise). One that
-        asks for anything else is refused; `specdec_ext.hf.generate_fn` takes it. None: the model's
-        own is consulted for ``eos_token_id`` and ``pad_token_id`` alone.
+        tokens and strings, padding, ``num_return_sequences``, ``num_beams`` and, of several beams,
+        ``length_penalty`` and ``early_stopping``, completed as ``model.generate`` does it (from the
+        model's own configuration; top-k is 50 where nobody says otherwise). One that asks for
+        anything else is refused; `specdec_ext.hf.generate_fn` takes it. None: the model's own is
+        consulted for ``eos_token_id`` and ``pad_token_id`` alone.
     max_new_tokens : int or sequence of int, optional
         Limit on new tokens, of all requests or of each. Never exceeded. Default: 128.
     num_return_sequences : int, optional
@@ -198,23 +199,24 @@ def generate(
         Compute sum_x min(p(x), q(x)) at every tested draft token, for `Statistics.alpha`: one more
         pass over the rows a round, counted in the phase ``rest``. Chains only, and not under
         "top_beta", whose drafts are not sampled.
-    num_beams : int
+    num_beams : int, optional
         Live beams of a beam search by the target (at most 64), of which the draft, a model or a
         drafter that runs one, searches ``gamma`` levels ahead. The hypotheses and their scores are
         those of transformers' beam search, whatever the draft. Nothing is sampled, so that what is
         about sampling, rules and trees must be left out, and so must stop sequences, strings and
         criteria. Logits processors are called on log-probabilities, as transformers calls them,
-        each beam's after its own text; they must be functions of their arguments. 1: no beams.
+        each beam's after its own text; they must be functions of their arguments. 1 (the
+        default): no beams.
     draft_beams : int, optional
         The draft's beams, at least ``num_beams`` (the default). With one beam of the target's, the
         result is its greedy choice.
-    length_penalty : float
+    length_penalty : float, optional
         A hypothesis' score is the sum of its tokens' log-probabilities divided by their number to
-        this power.
-    early_stopping : bool or "never"
+        this power. Default: 1.0.
+    early_stopping : bool or "never", optional
         When a request's search is over, its hypotheses being as many as its beams. True: then.
-        False: when the best live beam's score at its present length is no better than the worst of
-        theirs. "never": when its score at the most favourable length is not.
+        False (the default): when the best live beam's score at its present length is no better than
+        the worst of theirs. "never": when its score at the most favourable length is not.
     on_round : callable, optional
         Called after every round with what it added (a list of `Burst`).
     progress : bool
@@ -306,6 +308,7 @@ def generate(
     if on_round is not None and not callable(on_round):
         raise TypeError(f"generate: on_round must be a callable or None, got {shown(on_round)}")
     progress = flag("generate: progress", progress)
+    options = with_beams(options)
     if beam_options(options) is not None:
         if on_round is not None or progress:
             raise ValueError(
@@ -363,7 +366,7 @@ def stream(
     bound = signature(generate).bind(target, draft, input_ids, **options)
     bound.apply_defaults()
     given = {name: bound.arguments[name] for name in Options.__dataclass_fields__}
-    checked = Options(**given)
+    checked = with_beams(Options(**given))
     if beam_options(checked) is not None:
         raise ValueError(
             "stream: a beam search has no tokens to show before its end; num_beams must be 1 and "
@@ -409,11 +412,11 @@ def _progress_bar(
 
 def _search(given: Options) -> GeneratedBeams:
     """Check the arguments that a beam search shares with other generation, and run it."""
-    beams = beam_options(given)
-    assert beams is not None
     arguments.check_target(given.target)
     arguments.check_prompts(given.input_ids, given.attention_mask, given.target)
     check_unsampled(given.temperature, len(given.input_ids))
+    beams = beam_options(given)
+    assert beams is not None
     generation = BeamGeneration(given, beams)
     _warn_of_training(given)
     return generation.run()

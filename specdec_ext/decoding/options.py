@@ -22,7 +22,7 @@ __all__ = ["Options", "Settings"]
 class Options:
     """Arguments of `generate` as they were given; it documents them and has their defaults.
 
-    (Those that `configured` fills in are None until then.)
+    (Those that `configured` and `with_beams` fill in are None until then.)
     """
 
     target: Any
@@ -63,10 +63,10 @@ class Options:
     padded_texts: bool
     static_cache: bool
     measure_alpha: bool
-    num_beams: int
+    num_beams: int | None
     draft_beams: int | None
-    length_penalty: float
-    early_stopping: bool | str
+    length_penalty: float | None
+    early_stopping: bool | str | None
 
 
 @dataclass(frozen=True)
