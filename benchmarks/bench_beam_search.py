@@ -1,11 +1,12 @@
-"""Compare speculative beam search with transformers' own on the sources of a trained family.
+"""Compare speculative beam search with transformers' own, on sources or prompts.
 
     python benchmarks/bench_beam_search.py build/seq2seq/translation --sentences 1000 \
         --beams 5 --draft-beams 5 10 --gamma 2 4
+    python benchmarks/bench_beam_search.py pair --beams 2 --draft-beams 4   # the pair shipped here
 
-Every source is decoded alone, in float32: by transformers' beam search, and by
-`generate(num_beams=...)` with the family's smaller models as drafts. Compared are the ids
-and the scores of all beams; a difference is counted, and the scores around it are kept, since two
+Every text is decoded alone, in float32: by transformers' beam search, and by
+`generate(num_beams=...)` with the smaller models of a trained family, or the pair's draft. Compared are
+the ids and the scores of all beams; a difference is counted, and the scores around it are kept, since two
 texts whose scores differ by less than float32 carries may change places. Recorded are levels a
 target call and wall time, encoder included; both ways take turns on every source.
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 import specdec_ext
+from specdec_ext.commands.pair import find_prompts, load_pair
 from specdec_ext.decoding.encoder_decoder import encoded
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -30,6 +32,7 @@ import common  # noqa: E402
 from pair.seq2seq.distillation import growing_cache  # noqa: E402
 from pair.seq2seq.models import load_family  # noqa: E402
 
+SHIPPED = "pair"
 ALIKE = 1e-4  # of scores: what a sum of float32 log-probabilities loses
 
 
@@ -48,11 +51,53 @@ def cut(row: list[int], end: int) -> list[int]:
     return row[: row.index(end) + 1] if end in row else row
 
 
-def theirs(model: Any, ids: Tensor, arguments: argparse.Namespace) -> Beams:
+class Task(NamedTuple):
+    """Models, and what they are asked."""
+
+    name: str  # of the target
+    target: Any
+    drafts: dict[str, Any]
+    sources: list[Tensor]  # [1, S]: what encoders read, or prompts
+    start: int | None  # what decoders begin with; None: these models are causal
+
+    def asked(self, model: Any, ids: Tensor) -> Any:
+        """Return a model that has read a source."""
+        return model if self.start is None else encoded(model, input_ids=ids)
+
+    def prompt(self, ids: Tensor) -> Tensor:
+        """Return what is continued."""
+        return ids if self.start is None else torch.full((1, 1), self.start)
+
+
+def task_of(arguments: argparse.Namespace) -> Task:
+    """Open the shipped pair, or a trained family with its test split."""
+    if str(arguments.family) == SHIPPED:
+        pair = load_pair()
+        prompts = [prompt.ids for prompt in find_prompts(pair)[: arguments.sentences]]
+        return Task(
+            "the pair's target", pair.target, {"the pair's draft": pair.draft}, prompts, None
+        )
+    family = load_family(arguments.family)
+    name, target = list(family.models.items())[-1]  # the largest
+    chosen = arguments.drafts or [draft for draft in family.models if draft != name]
+    sources = family.splits["test"].some(arguments.sentences).sources
+    return Task(
+        name,
+        target,
+        {draft: family.models[draft] for draft in chosen},
+        [torch.tensor([source]) for source in sources],
+        target.config.decoder_start_token_id,
+    )
+
+
+def theirs(task: Task, ids: Tensor, arguments: argparse.Namespace) -> Beams:
     """Search by transformers."""
+    # That of transformers' own choosing has as many layers as the encoder.
+    cache = {} if task.start is None else {"past_key_values": growing_cache()}
     start = time.perf_counter()
-    found = model.generate(
+    found = task.target.generate(
         ids,
+        attention_mask=torch.ones_like(ids),
         num_beams=arguments.beams,
         num_return_sequences=arguments.beams,
         max_new_tokens=arguments.tokens,
@@ -60,23 +105,23 @@ def theirs(model: Any, ids: Tensor, arguments: argparse.Namespace) -> Beams:
         do_sample=False,
         return_dict_in_generate=True,
         output_scores=True,
-        past_key_values=growing_cache(),
+        **cache,
     )
     seconds = time.perf_counter() - start
-    rows = found.sequences[:, 1:].tolist()
-    end = model.generation_config.eos_token_id
+    rows = found.sequences[:, task.prompt(ids).shape[1] :].tolist()
+    end = task.target.generation_config.eos_token_id
     return Beams([cut(row, end) for row in rows], found.sequences_scores.tolist(), seconds)
 
 
 def ours(
-    model: Any, draft: Any, ids: Tensor, width: int, gamma: int, arguments: argparse.Namespace
+    task: Task, draft: Any, ids: Tensor, width: int, gamma: int, arguments: argparse.Namespace
 ) -> Beams:
     """Search by `generate`."""
     start = time.perf_counter()
     result: Any = specdec_ext.generate(
-        encoded(model, input_ids=ids),
-        encoded(draft, input_ids=ids),
-        torch.full((1, 1), model.config.decoder_start_token_id),
+        task.asked(task.target, ids),
+        task.asked(draft, ids),
+        task.prompt(ids),
         num_beams=arguments.beams,
         num_return_sequences=arguments.beams,
         draft_beams=width,
@@ -85,8 +130,8 @@ def ours(
         length_penalty=arguments.length_penalty,
     )
     seconds = time.perf_counter() - start
-    rows = result.sequences[:, 1:].tolist()
-    end = model.generation_config.eos_token_id
+    rows = result.sequences[:, task.prompt(ids).shape[1] :].tolist()
+    end = task.target.generation_config.eos_token_id
     texts = [cut(row, end) for row in rows]
     counts = result.statistics
     return Beams(texts, result.scores.tolist(), seconds, counts.emitted, counts.request_calls)
@@ -114,31 +159,29 @@ def record_of(way: str, expected: list[Beams], found: list[Beams]) -> dict[str, 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Decode all sources in all ways."""
-    family = load_family(arguments.family)
-    name, target = list(family.models.items())[-1]  # the largest
-    chosen = arguments.drafts or [draft for draft in family.models if draft != name]
-    drafts = {draft: family.models[draft] for draft in chosen}
+    task = task_of(arguments)
     ways = {
         f"{draft}, u = {width}, gamma = {gamma}": (model, width, gamma)
-        for draft, model in drafts.items()
+        for draft, model in task.drafts.items()
         for width in arguments.draft_beams
         for gamma in arguments.gamma
     }
     expected: list[Beams] = []
     found: dict[str, list[Beams]] = {way: [] for way in ways}
-    for source in family.splits["test"].some(arguments.sentences).sources:
-        ids = torch.tensor([source])
-        expected.append(theirs(target, ids, arguments))
+    for ids in task.sources:
+        expected.append(theirs(task, ids, arguments))
         for way, (draft, width, gamma) in ways.items():
-            found[way].append(ours(target, draft, ids, width, gamma, arguments))
-    records = [record_of(f"transformers, {name}", expected, expected)]
+            found[way].append(ours(task, draft, ids, width, gamma, arguments))
+    records = [record_of(f"transformers, {task.name}", expected, expected)]
     return records + [record_of(way, expected, beams) for way, beams in found.items()]
 
 
 def main() -> int:
     """Run, print and write; 1 where scores differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("family", type=Path, help="what `benchmarks/pair/seq2seq train` left")
+    parser.add_argument(
+        "family", type=Path, help=f"what `benchmarks/pair/seq2seq train` left, or {SHIPPED}"
+    )
     parser.add_argument("--sentences", type=int, default=1000)
     parser.add_argument("--beams", type=int, default=5)
     parser.add_argument("--draft-beams", type=int, nargs="+", default=[5, 10])
