@@ -2,7 +2,7 @@
 
     python benchmarks/bench_generate.py                                  # the pair shipped here
     python benchmarks/bench_generate.py --target FOLDER --draft FOLDER   # local checkpoints
-    python benchmarks/bench_generate.py --target smollm2 --drafters lookup suffix   # one that `fetch` got
+    python benchmarks/bench_generate.py --target smollm2 --drafters lookup suffix    # no draft
     python benchmarks/bench_generate.py --quick                          # does it run?
 
 Every contestant completes the same prompts, one after another in an order drawn anew for each
@@ -26,22 +26,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import set_seed
 
-import specdec_ext
 from specdec_ext.commands import check
 from specdec_ext.commands.frame import add_pair_arguments
 from specdec_ext.commands.pair import Pair, Prompt, find_prompts, left_padded, load_pair
-from specdec_ext.decoding import RenewalRule, Statistics
+from specdec_ext.decoding import RenewalRule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # noqa: E402
-from contestants import DRAFTERS, Contestant, Run, Setting, ours, theirs, timed  # noqa: E402
+from contestants import DRAFTERS, Contestant, Run, Setting, ours, theirs  # noqa: E402
 
 PLAIN, RENEWAL, TRANSFORMERS = "plain", "renewal policy", "transformers, plain"
 
@@ -54,7 +51,9 @@ def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> di
     drafts |= {f"{name}, ": DRAFTERS[name] for name in options.drafters}
     found = {PLAIN: ours(pair, setting, new)}
     for name, draft in drafts.items():
-        fixed = {f"{name}gamma {g}": ours(pair, setting, new, g, draft=draft) for g in options.gamma}
+        fixed = {
+            f"{name}gamma {g}": ours(pair, setting, new, g, draft=draft) for g in options.gamma
+        }
         # One object: it goes on learning from prompt to prompt.
         policy = RenewalRule(limit=max(options.gamma) + 2)
         found |= {**fixed, name + RENEWAL: ours(pair, setting, new, policy, draft=draft)}
@@ -158,7 +157,8 @@ def summarize(
                 / seconds(own, prompts),
                 "speedup": plain / seconds(own, prompts),
                 "speedup_se": ratio_error(runs[PLAIN], own),
-                "tokens_per_target_call": sum(r.num_tokens for r in own) / sum(r.calls for r in own),
+                "tokens_per_target_call": sum(r.num_tokens for r in own)
+                / sum(r.calls for r in own),
                 "accepted_of_tested": (
                     None if total is None or not total.drafted else total.accepted_of_tested
                 ),

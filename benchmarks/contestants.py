@@ -1,7 +1,7 @@
 """Who takes part in benchmarks of generation, and what one call of each of them gives.
 
-A contestant takes ids and mask ``[B, P]`` and a seed. Drafters that train nothing and run no model go
-by name: see `DRAFTERS`.
+A contestant takes ids and mask ``[B, P]`` and a seed. Drafters that train nothing and run no model
+go by name: see `DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def ours(
 ) -> Contestant:
     """Decode by `specdec_ext.generate`.
 
-    ``gamma`` is a number or a policy; ``draft`` gives the draft or drafter, None for plain decoding;
-    ``stops``: end texts where the target does; ``options``: more arguments of `generate`.
+    ``gamma`` is a number or a policy; ``draft`` gives the draft or drafter, None for plain
+    decoding; ``stops``: end texts where the target does; ``options``: more arguments of `generate`.
     """
     options |= {"max_new_tokens": new, "gamma": gamma, "temperature": setting.temperature}
     last = ends(pair) if stops else ()

@@ -1,13 +1,14 @@
 """Drafters on texts that a model wrote before: how many tokens a call they would have made.
 
-    python benchmarks/replay.py record texts.json --target smollm2 --prompts benchmarks/prompts/*.yaml
+    python benchmarks/replay.py record texts.json --target smollm2 --prompts prompts/*.yaml
     python benchmarks/replay.py play texts.json --drafters lookup suffix --gamma 5 10
 
-Under greedy decoding a draft token is accepted if it is the text's next one. So a recorded text says
-exactly which drafts a drafter would have made and what would have become of them, and a change of a
-drafter is judged in seconds, without a model. `record` decodes prompts plainly and greedily; `play`
-gives the tokens a call of drafters and of transformers' prompt lookup, kind by kind (a kind is a
-prompt file's name), with standard errors over prompts, and the draft tokens a call that it took.
+Under greedy decoding a draft token is accepted if it is the text's next one. So a recorded text
+says exactly which drafts a drafter would have made and what would have become of them, and a change
+of a drafter is judged in seconds, without a model. `record` decodes prompts plainly and greedily;
+`play` gives the tokens a call of drafters and of transformers' prompt lookup, kind by kind (a kind
+is a prompt file's name), with standard errors over prompts, and the draft tokens a call that it
+took.
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ def test_a_target_alone_takes_the_short_prompts(capsys):
     args = options(
         "--target", target, "--max-new-tokens", 4, "--gamma", 2, "--repeats", 1, "--json"
     )
-    pair, prompts = bench.load_named(args, texts=[Given(text, text) for text in bench.PROMPTS], alone=True)
+    pair, prompts = bench.load_named(
+        args, texts=[Given(text, text) for text in bench.PROMPTS], alone=True
+    )
     assert pair.draft is None and pair.draft_tokenizer is None
     assert [prompt.text for prompt in prompts] == list(bench.PROMPTS)
     names = [contestant.name for contestant in bench.contestants(pair, args)]

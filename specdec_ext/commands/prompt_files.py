@@ -47,7 +47,7 @@ class Given(NamedTuple):
 
 
 def read_prompts(*paths: Path) -> list[Given]:
-    """Read prompts; of several files the first prompt of each, then the second ones, and so on.
+    r"""Read prompts; of several files the first prompt of each, then the second ones, and so on.
 
     Parameters
     ----------

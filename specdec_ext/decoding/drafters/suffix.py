@@ -67,9 +67,9 @@ class SuffixDrafter(TextDrafter[_Reader]):
     store of earlier outputs, and proposes a chain or, for ``generate(..., tree=...)``, a tree. The
     *survival* of a draft token estimates the probability that it and those before it are accepted:
     the product, along the path, of m^2 / (m^2 + 2), where m is the number of tokens that agreed by
-    then (1/3 behind one, 2/3 behind two, 0.97 behind eight: as measured on texts of a small instruct
-    model), and of each token's share of what followed its context. Tokens are proposed while their
-    survival is at least ``least``.
+    then (1/3 behind one, 2/3 behind two, 0.97 behind eight: as measured on texts of a small
+    instruct model), and of each token's share of what followed its context. Tokens are proposed
+    while their survival is at least ``least``.
 
     A chain is the best of three, by the tokens that are expected to be accepted, the sum of the
     survivals:
