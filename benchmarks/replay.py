@@ -160,18 +160,36 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[Text], Propo
     return found
 
 
-def table(played: dict[str, dict[str, list[Played]]]) -> str:
-    """Format tokens a call, with standard errors, and draft tokens a call, by kind."""
-    kinds = list(next(iter(played.values())))
-    rows = []
+def summarize(played: dict[str, dict[str, list[Played]]]) -> list[dict[str, Any]]:
+    """Make a record a contestant and kind."""
+    records = []
     for name, by_kind in played.items():
-        cells = []
-        for runs in by_kind.values():
+        for kind, runs in by_kind.items():
             mean, error = common.ratio([(run.tokens, run.calls) for run in runs])
-            drafted = sum(run.drafted for run in runs) / sum(run.calls for run in runs)
-            cells.append(f"{mean:.2f} ({error:.2f}), {drafted:.1f}")
-        rows.append([name, *cells])
-    return common.markdown_table(["tokens a call (se), drafted", *kinds], rows)
+            records.append(
+                {
+                    "contestant": name,
+                    "kind": kind,
+                    "texts": len(runs),
+                    "tokens": sum(run.tokens for run in runs),
+                    "calls": sum(run.calls for run in runs),
+                    "drafted": sum(run.drafted for run in runs),
+                    "tokens_per_call": mean,
+                    "tokens_per_call_se": error,
+                }
+            )
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Format tokens a call, with standard errors, and draft tokens a call, by kind."""
+    kinds = list(dict.fromkeys(r["kind"] for r in records))
+    rows: dict[str, list[str]] = {}
+    for r in records:
+        drafted = r["drafted"] / r["calls"]
+        cell = f"{r['tokens_per_call']:.2f} ({r['tokens_per_call_se']:.2f}), {drafted:.1f}"
+        rows.setdefault(r["contestant"], [r["contestant"]]).append(cell)
+    return common.markdown_table(["tokens a call (se), drafted", *kinds], list(rows.values()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -189,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     playing.add_argument("file", type=Path)
     playing.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=["lookup", "suffix"])
     playing.add_argument("--gamma", type=int, nargs="+", default=[5, 10])
+    playing.add_argument("--output", type=Path, help="a record's name, without the suffix")
     options = parser.parse_args(arguments)
     if options.command == "record":
         record(options)
@@ -199,7 +218,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name: {kind: [play(t, start(t)) for t in texts if t.kind == kind] for kind in kinds}
         for name, start in contestants(options).items()
     }
-    print(table(played))
+    records = summarize(played)
+    text = table(records)
+    print(text)
+    if options.output is not None:
+        facts = common.machine_facts()
+        facts["command"] = " ".join(["replay.py", *(arguments or sys.argv[1:])])
+        common.write_record(options.output, facts, records, text)
     return 0
 
 

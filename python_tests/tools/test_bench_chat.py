@@ -20,6 +20,8 @@ from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
 from specdec_ext.commands.prompt_files import Given, read_prompts  # noqa: E402
 from specdec_ext.decoding import LookupDrafter, Statistics  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
@@ -172,8 +174,11 @@ def test_record_and_play(monkeypatch, tmp_path, capsys, shipped):
     assert len(texts) == 3 and {t["kind"] for t in texts} == {"words"}
     assert all(1 <= len(t["output"]) <= 12 for t in texts)
     capsys.readouterr()
-    assert replay.main(["play", str(file), "--gamma", "3"]) == 0
+    found = tmp_path / "found"
+    assert replay.main(["play", str(file), "--gamma", "3", "--output", str(found)]) == 0
     table = capsys.readouterr().out
+    records = json.loads(found.with_suffix(".json").read_text())["records"]
+    assert len(records) == 3 and all(r["texts"] == 3 for r in records)
     text = replay.Text(**texts[0])
     assert "| suffix, gamma 3 " in table and "| transformers, lookup 3 " in table
     played = replay.play(text, replay.ours_on(text, LookupDrafter(), 3))
