@@ -92,29 +92,42 @@ def test_texts_end_where_the_target_ends_them(shipped):
 
 def test_smoke(monkeypatch, tmp_path, capsys, shipped):
     monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
-    line = ["--prompts", "4", "--tokens", "4", "--gamma", "2", "--batch", "1", "2"]
-    line += ["--temperature", "0", "0.7", "--drafters", "suffix", "ngram", "--tree", "4"]
+    line = ["--prompts", "3", "--tokens", "4", "--gamma", "2", "--drafters", "suffix", "ngram"]
+    line += ["--tree", "4", "--temperature", "0"]
     assert bench.main([*line, "--output", str(tmp_path), "--minutes", "0"]) == 0
     said = capsys.readouterr().out
     (path,) = tmp_path.glob("*.json")
     payload = json.loads(path.read_text())
     settings = {(r["batch"], r["temperature"]) for r in payload["records"]}
-    assert settings == {(1, 0.0), (1, 0.7), (2, 0.0), (2, 0.7)}
+    assert settings == {(1, 0.0)}
     for record in payload["records"]:
         assert record["tokens_per_call"] >= 1 and record["speed"] > 0
         if record["contestant"] == bench.PLAIN:
             assert record["tokens_per_call"] == record["speed"] == 1
-    names = {r["contestant"] for r in payload["records"] if r["batch"] == 1}
+    names = {r["contestant"] for r in payload["records"]}
     assert names == {
         "plain", "suffix, gamma 2", "suffix, renewal", "ngram, gamma 2", "ngram, renewal",
         "model, gamma 2", "model, renewal", "suffix, tree of 4", "transformers, lookup 2",
         "transformers, model 2",
     }  # fmt: skip
-    assert {n for n in names if "transf" not in n} == {
-        r["contestant"] for r in payload["records"] if r["batch"] == 2
-    }
     assert path.with_suffix(".md").read_text() in said and "PASS  greedy output of 10" in said
-    assert "stopped after 8 of 16: 0 minutes are over" in said
+    assert "stopped after 8 of 12: 0 minutes are over" in said
+
+
+def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped):
+    monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
+    line = ["--prompts", "4", "--tokens", "3", "--gamma", "2", "--drafters", "suffix", "--tree"]
+    line += ["0", "--batch", "2", "--temperature", "0.7", "--output", str(tmp_path)]
+    assert bench.main(line) == 0
+    (path,) = tmp_path.glob("*.json")
+    records = json.loads(path.read_text())["records"]
+    assert {(r["batch"], r["temperature"]) for r in records} == {(2, 0.7)}
+    assert {r["contestant"] for r in records} == {
+        "plain", "suffix, gamma 2", "suffix, renewal", "model, gamma 2", "model, renewal",
+    }  # fmt: skip
+    assert all(r["texts"] == (12 if r["kind"] == bench.ALL else 4) for r in records)
+    with pytest.raises(SystemExit):
+        bench.parse(["--batch", "4", "--prompts", "7"])
 
 
 def outcome(speeds, calls):

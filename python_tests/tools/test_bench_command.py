@@ -236,3 +236,31 @@ def test_the_console_script_is_declared():
     tomllib = pytest.importorskip("tomllib")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"specdec": f"{commands.__name__}:{commands.main.__name__}"}
+
+
+def test_prompts_with_names_and_conversations(tmp_path):
+    talk, plain = tmp_path / "talk.yaml", tmp_path / "plain.txt"
+    talk.write_text(
+        "- name: first\n  messages:\n  - {role: user, content: Hello}\n"
+        "  - {role: assistant, content: ' Hi! '}\n  - {role: user, content: Bye}\n"
+        "- content: |\n    two\n    lines\n- three\n"
+    )
+    plain.write_text("a\n\nb\n")
+    found = bench.read_prompts(talk, plain)
+    assert [given.name for given in found] == [
+        "first", "prompt 1", "prompt 2", "prompt 2", "prompt 3",
+    ]  # fmt: skip
+    assert [given.text for given in found] == ["Bye", "a", "two\nlines", "b", "three"]
+    assert [message["content"] for message in found[0].messages()] == ["Hello", "Hi!", "Bye"]
+    assert found[1].messages() == [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("content", [
+    "- {content: a, messages: []}", "- {name: a}", "- messages: []", "- messages: [{role: user}]",
+    "- {content: '  '}", "a: [", "- {messages: [{content: a}]}", "- 3",
+])  # fmt: skip
+def test_yaml_that_holds_no_prompts(tmp_path, content):
+    path = tmp_path / "prompts.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"prompts\.yaml"):
+        bench.read_prompts(path)
