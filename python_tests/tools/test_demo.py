@@ -341,7 +341,7 @@ def test_characters_of_several_tokens(pair):
 def test_a_target_alone_drafts_with_copies(pair, capsys, tmp_path):
     """It is `SuffixDrafter` that drafts, on prompts from a file; there is no alpha."""
     path = tmp_path / "prompts.yaml"
-    path.write_text("- name: a loop\n  content: for i in range(3):\n")
+    path.write_text("- name: a loop\n  content: 'for i in range(3):'\n")
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
     line = [f"--target={pair / 'target'}", f"--prompts={path}", "--temperature=0", "--json"]
