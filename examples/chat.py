@@ -1,19 +1,21 @@
 """A chat with a draft: the tokenizer's chat template makes the prompt, text appears as it comes.
 
+    python -m specdec_ext fetch smollm2
+    python examples/chat.py "What is a draft?" "Write that as a list." --target smollm2
     python examples/chat.py "What is a draft?" "And why is it fast?" --target TARGET --draft DRAFT
 
-TARGET and DRAFT are instruct models of one family, with one tokenizer. Without them the small pair
-of specdec-ext-pair answers, which has no chat template and was taught Python, not conversation.
+TARGET and DRAFT are instruct models of one family, with one tokenizer; a target alone copies from
+the conversation (`SuffixDrafter`). Without either the small pair of specdec-ext-pair answers, which
+has no chat template and was taught Python, not conversation.
 """
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
 import specdec_ext
-from specdec_ext.commands.pair import find_pair
-from specdec_ext.decoding import RenewalRule
+from specdec_ext.commands.pair import load_pair
+from specdec_ext.decoding import RenewalRule, SuffixDrafter
 
 #: For a tokenizer that brings none: comments, which is what conversations are among Python files.
 COMMENTS = (
@@ -41,25 +43,25 @@ def main():
     """Ask the questions one after the other; each answer becomes part of the conversation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("questions", nargs="*", default=["How does one read a file?"])
-    parser.add_argument("--target", help="folder of an instruct model")
+    parser.add_argument("--target", help="an instruct model: a folder, or what `fetch` got")
     parser.add_argument("--draft", help="folder of a smaller one over the same tokens")
     given = parser.parse_args()
-    folders = [given.target or find_pair() / "target", given.draft or find_pair() / "draft"]
-    tokenizer = AutoTokenizer.from_pretrained(given.target or find_pair() / "tokenizer")
+    if given.draft and not given.target:
+        parser.error("--draft needs --target")
+    pair = load_pair(given.target, given.draft, alone=True)
+    tokenizer, draft = pair.tokenizer, pair.draft
     if tokenizer.chat_template is None:
         tokenizer.chat_template = COMMENTS
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for folder in folders
-    )
+    if draft is None:  # one object: it remembers what it has answered
+        draft = SuffixDrafter()
     policy = RenewalRule()  # what it learns of the models, it keeps from turn to turn
     messages = []
     for seed, question in enumerate(given.questions):
         messages.append({"role": "user", "content": question})
         print(f"> {question}")
         answer, statistics = reply(
-            target, draft, tokenizer, messages, gamma=policy, max_new_tokens=96, temperature=0.7,
-            top_p=0.9, seeds=seed,
+            pair.target, draft, tokenizer, messages, gamma=policy, max_new_tokens=96,
+            temperature=0.7, top_p=0.9, seeds=seed,
         )  # fmt: skip
         messages.append({"role": "assistant", "content": answer})
         print(f"[{statistics.tokens_per_target_call:.2f} tokens a target call]")

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from bench_generate import Run
 from common import Contestant, measure
+from contestants import Run
 from transformers.cache_utils import DynamicCache
 
 from specdec_ext.decoding import Statistics

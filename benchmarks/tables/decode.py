@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from bench_generate import Run, by_turns, timed
+from bench_generate import by_turns
+from contestants import Run, timed
 from torch import Tensor
 
 import specdec_ext

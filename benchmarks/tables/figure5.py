@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from bench_generate import Run
 from common import synchronizer
+from contestants import Run
 
 from tables.decode import PLAIN, Way, by_model, greedy_bar, greedy_faults, way
 from tables.shared import Bench, Column, Result, Sentence

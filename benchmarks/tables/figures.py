@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench_generate import Run
+from contestants import Run
 
 from specdec_ext import theory
 from tables import paper

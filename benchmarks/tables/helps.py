@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from bench_generate import Run, by_turns, faults, timed
+from bench_generate import by_turns, faults
+from contestants import Run, timed
 from torch import Tensor
 
 import specdec_ext

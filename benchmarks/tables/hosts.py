@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from bench_generate import Run
+from contestants import Run
 from pair.seq2seq.distillation import growing_cache
 from torch import Tensor
 from transformers.generation.candidate_generator import (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench_generate import Run
+from contestants import Run
 
 from tables import quality
 from tables.costs import clocked

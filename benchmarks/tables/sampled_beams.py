@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from bench_generate import timed
+from contestants import timed
 
 from specdec_ext import stream
 from specdec_ext.decoding import Burst, Statistics

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "../core/tree.h"
+#include "copy_reader.h"
 #include "suffix_trie.h"
 #include "text_search.h"
 
@@ -62,6 +63,7 @@ PYBIND11_MODULE(_host, m) {
   m.def("contract", &contract,
         "The rules, status bits, kinds, domains and the greedy threshold as C++ has them.");
 
+  using specdec::CopyReader;
   using specdec::Growth;
   using specdec::InputMatcher;
   using specdec::SuffixTrie;
@@ -92,6 +94,18 @@ PYBIND11_MODULE(_host, m) {
       .def_property_readonly("nodes", &SuffixTrie::nodes)
       .def_property_readonly("visits", &SuffixTrie::visits,
                              "Nodes visited so far: what is O(max_match) a token.");
+  py::class_<CopyReader>(m, "CopyReader",
+                         "Where a text that copies its input in reading order is in it.",
+                         py::module_local())
+      .def(py::init<>())
+      .def("append_input", &CopyReader::append_input, py::arg("tokens"))
+      .def("append", &CopyReader::append, py::arg("tokens"))
+      .def("copy", &CopyReader::copy, py::kw_only(), py::arg("most"), py::arg("min_match"),
+           py::arg("least"), "Up to so many tokens that are likely to come next.")
+      .def("__len__", &CopyReader::size)
+      .def_property_readonly("match_length", &CopyReader::match)
+      .def_property_readonly("source", &CopyReader::source,
+                             "The place of the token to copy next; -1: nothing agrees.");
   py::class_<InputMatcher>(m, "InputMatcher",
                            "The longest suffix of a growing output that occurs in an input.",
                            py::module_local())

@@ -41,6 +41,14 @@ struct Growth {
   int64_t text = -1;  // where the first of them was seen last; -1: in one that was dropped, nowhere
 };
 
+// The estimated probability that a copy behind `agreed` tokens is right once more. Measured on what
+// SmolLM2-135M-Instruct writes over code and texts that it is given: about 0.3, 0.5, 0.8, 0.85
+// behind 1, 2, 3, 4 tokens, 0.95 behind 8 and more.
+inline double agrees_again(int64_t agreed) {
+  const double square = static_cast<double>(agreed) * static_cast<double>(agreed);
+  return square / (square + 2);
+}
+
 class SuffixTrie {
  public:
   using Tokens = std::vector<int64_t>;
@@ -90,9 +98,8 @@ class SuffixTrie {
   // each place, none whose survival is below `least`.
   //
   // The estimate. A node's survival is its parent's, times its share of what followed the node's
-  // context, times (m + 1) / (m + 2), where m is the context's length: by Laplace's rule of
-  // succession, the probability that what agreed m times in a row agrees once more. Nodes come in
-  // the order of survival, equal ones in the order in which they came up.
+  // context, times agrees_again(m), where m is the context's length. Nodes come in the order of
+  // survival, equal ones in the order in which they came up.
   //
   // Contexts. That of a node is the path to it behind the last m tokens of the given context, of
   // which the last max_match tokens count; while nothing followed, its front is dropped, down to
@@ -312,8 +319,7 @@ class SuffixTrie {
         found = followers(path.end() - window, path.end());
       }
       const double before = parent < 0 ? 1.0 : pool[parent].survival;
-      const double again =
-          before * (static_cast<double>(agreed + 1) / static_cast<double>(agreed + 2));
+      const double again = before * agrees_again(agreed);
       const double total = static_cast<double>(sum(found));
       const int64_t level = parent < 0 ? 1 : pool[parent].depth + 1;
       if (static_cast<int64_t>(found.size()) > breadth) found.resize(breadth);

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_ext._host import InputMatcher, SuffixTrie
+from specdec_ext._host import CopyReader, InputMatcher, SuffixTrie
 
 FEW = st.integers(0, 2)
 ANY = st.integers(-(2**63), 2**63 - 1)
@@ -79,7 +79,7 @@ class PlainTrie:
                 agreed = window = window - 1
             total = sum(count for count, _, _ in found)
             for count, newest, token in found[:breadth]:
-                survival = before * ((agreed + 1) / (agreed + 2)) * (count / total)
+                survival = before * (agreed**2 / (agreed**2 + 2)) * (count / total)
                 if survival >= least:
                     child = ((*path, token), agreed + 1, survival, newest)
                     waiting.append((-survival, offered, child))
@@ -104,6 +104,62 @@ class PlainTrie:
         for path in ordered:
             total += survivals[path]
         return total, ordered, [survivals[path] for path in ordered], chosen
+
+
+class PlainCopies:
+    """What `CopyReader` is, by its definition and without any index."""
+
+    def __init__(self, prompt):
+        self.text, self.inputs, self.anchor = list(prompt), len(prompt), 0
+
+    def append(self, tokens):
+        for token in tokens:
+            self.text.append(token)
+            match, source = self.source()
+            if match >= 2:
+                self.anchor = source
+
+    def source(self):
+        """The length of the longest suffix that occurred before, and the place to copy."""
+        n = len(self.text)
+        for match in range(n - 1, 0, -1):
+            found = [i for i in range(match, n) if self.text[i - match : i] == self.text[-match:]]
+            ahead = [i for i in found if self.anchor <= i < self.inputs]
+            if found:
+                return match, (ahead or found[-1:])[0]
+        return 0, -1
+
+    def copy(self, most, min_match, least):
+        match, place = self.source()
+        text, survival, survivals = list(self.text), 1.0, []
+        for i in range(most if match >= max(min_match, 1) else 0):
+            survival *= (match + i) ** 2 / ((match + i) ** 2 + 2)
+            if survival < least:
+                break
+            text.append(text[place + i])
+            survivals.append(survival)
+        return text[len(self.text) :], survivals
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=12),
+    st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=5),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.15, 0.5]),
+)
+@settings(max_examples=300, deadline=None)
+def test_copies_in_reading_order_equal_plain_python(prompt, parts, min_match, least):
+    reader, plain = CopyReader(), PlainCopies(prompt)
+    reader.append_input(prompt)
+    for part in [[], *parts]:
+        reader.append(part)
+        plain.append(part)
+        assert (reader.match_length, reader.source) == plain.source()
+        found = reader.copy(most=7, min_match=min_match, least=least)
+        assert (found.tokens, found.survivals) == plain.copy(7, min_match, least)
+        assert found.parents == list(range(-1, len(found.tokens) - 1))
+        assert found.expected == pytest.approx(sum(found.survivals))
+    assert len(reader) == len(plain.text)
 
 
 def text_of(trie, place):

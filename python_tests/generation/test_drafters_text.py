@@ -313,8 +313,10 @@ def test_lookup_reads_its_inputs_before_the_prompts():
 
 
 def test_suffix_drafts_are_as_long_as_they_survive():
-    """Behind m tokens that occurred once, token j survives with (m + 1) / (m + j + 1)."""
-    for match, least, length in ((1, 0.5, 2), (3, 0.5, 4), (1, 0.25, 6), (3, 0.7, 1), (5, 0.9, 0)):
+    """Behind m tokens that occurred, the next one is right in m^2 / (m^2 + 2) of all cases."""
+    for match, least, length in (
+        (1, 0.5, 0), (1, 0.3, 1), (1, 0.2, 2), (1, 0.15, 4), (2, 0.5, 2), (3, 0.6, 5), (5, 0.9, 1),
+    ):  # fmt: skip
         text = list(range(30))
         positions = start(drafter := SuffixDrafter(least=least), [[*text, 99, *text[:match]]])
         assert drafter.propose(20, positions).tokens.shape[1] == length
@@ -322,15 +324,31 @@ def test_suffix_drafts_are_as_long_as_they_survive():
 
 
 def test_suffix_weighs_long_matches_against_frequent_ones():
-    # "9 1" went on with 8 and with 5, "1" with 3 in twenty cases of twenty-two.
-    text = [9, 1, 8, 0, 9, 1, 5, 0, *([1, 3, 4] * 20), 9, 1]
-    positions = start(drafter := SuffixDrafter(least=0.5), [text])
-    assert drafter.propose(1, positions).tokens.tolist() == [[3]]
-    positions = start(drafter := LookupDrafter(), [text])
-    assert drafter.propose(1, positions).tokens.tolist() == [[5]]
-    # Had it gone on in one way only, that would survive best: 3/4 against 20/21 times 2/3.
-    positions = start(drafter := SuffixDrafter(least=0.5), [text[4:]])
-    assert drafter.propose(1, positions).tokens.tolist() == [[5]]
+    """In the store: "9 1" went on with 8 and with 5, "1" with 3 in twenty cases of twenty-two."""
+    text = [9, 1, 8, 0, 9, 1, 5, 0, *([1, 3, 4] * 20)]
+    store = remembering(SuffixDrafter(least=0.1), text)
+    assert store.propose(1, start(store, [[9, 1]])).tokens.tolist() == [
+        [5]
+    ]  # 2/3 * 1/2 > 1/3 * 20/22
+    store = remembering(SuffixDrafter(least=0.1), [9, 1, 7, 0, 9, 1, 6, 0, *text])
+    assert store.propose(1, start(store, [[9, 1]])).tokens.tolist() == [
+        [3]
+    ]  # 2/3 * 1/4 < 1/3 * 20/24
+
+
+def test_suffix_copies_in_reading_order():
+    """Of places that agree, the next one in the input behind what was copied; else the last one."""
+    prompt = [1, 2, 10, 11, 1, 2, 20, 21, 1, 2, 30, 31, 50]
+    drafter = SuffixDrafter()
+    positions = start(drafter, [prompt])
+    found = []
+    for written in ([1, 2], [10, 11, 60, 1, 2], [20, 61, 1, 2], [30, 62, 1, 2]):
+        commit(drafter, [written], [len(written) - 1])
+        found.append(drafter.propose(2, positions).tokens.tolist()[0])
+    # Behind the third place there is none ahead, and what the text itself wrote came last.
+    assert found == [[10, 11], [20, 21], [30, 31], [30, 62]]
+    positions = start(drafter, [[*prompt, 1, 2]])  # nothing was copied yet: the first place
+    assert drafter.propose(2, positions).tokens.tolist() == [[10, 11]]
 
 
 def test_suffix_store_forgets_what_was_used_longest_ago():

@@ -17,6 +17,7 @@ import specdec_ext
 from specdec_ext import __main__ as commands
 from specdec_ext.commands import bench
 from specdec_ext.commands.pair import Pair, Prompt, find_pair
+from specdec_ext.commands.prompt_files import Given
 
 
 def options(*arguments):
@@ -62,7 +63,9 @@ def test_a_target_alone_takes_the_short_prompts(capsys):
     args = options(
         "--target", target, "--max-new-tokens", 4, "--gamma", 2, "--repeats", 1, "--json"
     )
-    pair, prompts = bench.load_named(args, texts=list(bench.PROMPTS), alone=True)
+    pair, prompts = bench.load_named(
+        args, texts=[Given(text, text) for text in bench.PROMPTS], alone=True
+    )
     assert pair.draft is None and pair.draft_tokenizer is None
     assert [prompt.text for prompt in prompts] == list(bench.PROMPTS)
     names = [contestant.name for contestant in bench.contestants(pair, args)]
@@ -191,14 +194,14 @@ def test_too_few_prompts(capsys, prompts, content, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ['{"a": 1}', '["a", ""]', '["a", 3]', "garbage"])
+@pytest.mark.parametrize("content", ['{"a": 1}', "{}", "3", '["a", ""]', '["a", 3]', "garbage"])
 def test_json_that_holds_no_prompts(capsys, tmp_path, content):
     path = tmp_path / "prompts.json"
     path.write_text(content)
     assert bench.run(options("--prompts", path)) == 2
     assert str(path) in capsys.readouterr().err
     path.write_text('["a\\nb", "c"]')
-    assert bench.read_prompts(path) == ["a\nb", "c"]
+    assert [given.text for given in bench.read_prompts(path)] == ["a\nb", "c"]
 
 
 @pytest.mark.parametrize(("line", "said"), [
@@ -208,7 +211,7 @@ def test_json_that_holds_no_prompts(capsys, tmp_path, content):
     (["--draft", "somewhere"], "--target and --draft go together"),
     (["--target", "somewhere", "--drafter", "model"], "--target and --draft go together"),
     (["--target", "nowhere"], "no checkpoint at nowhere"),
-    (["--chat"], "chat_template"),
+    (["--chat"], "the target's tokenizer has no chat template"),
 ])  # fmt: skip
 def test_what_is_refused(capsys, line, said):
     assert bench.run(options(*line)) == 2
@@ -233,3 +236,31 @@ def test_the_console_script_is_declared():
     tomllib = pytest.importorskip("tomllib")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"specdec": f"{commands.__name__}:{commands.main.__name__}"}
+
+
+def test_prompts_with_names_and_conversations(tmp_path):
+    talk, plain = tmp_path / "talk.yaml", tmp_path / "plain.txt"
+    talk.write_text(
+        "- name: first\n  messages:\n  - {role: user, content: Hello}\n"
+        "  - {role: assistant, content: ' Hi! '}\n  - {role: user, content: Bye}\n"
+        "- content: |\n    two\n    lines\n- three\n"
+    )
+    plain.write_text("a\n\nb\n")
+    found = bench.read_prompts(talk, plain)
+    assert [given.name for given in found] == [
+        "first", "prompt 1", "prompt 2", "prompt 2", "prompt 3",
+    ]  # fmt: skip
+    assert [given.text for given in found] == ["Bye", "a", "two\nlines", "b", "three"]
+    assert [message["content"] for message in found[0].messages()] == ["Hello", "Hi!", "Bye"]
+    assert found[1].messages() == [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("content", [
+    "- {content: a, messages: []}", "- {name: a}", "- messages: []", "- messages: [{role: user}]",
+    "- {content: '  '}", "a: [", "- {messages: [{content: a}]}", "- 3",
+])  # fmt: skip
+def test_yaml_that_holds_no_prompts(tmp_path, content):
+    path = tmp_path / "prompts.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"prompts\.yaml"):
+        bench.read_prompts(path)

@@ -336,3 +336,19 @@ def test_characters_of_several_tokens(pair):
     reader = demo.Reader(tokenizer, tokens[:20])
     read = "".join(map(reader.push, tokens[:13] * 9))
     assert read == tokenizer.decode(tokens[:13] * 9)
+
+
+def test_a_target_alone_drafts_with_copies(pair, capsys, tmp_path):
+    """It is `SuffixDrafter` that drafts, on prompts from a file; there is no alpha."""
+    path = tmp_path / "prompts.yaml"
+    path.write_text("- name: a loop\n  content: 'for i in range(3):'\n")
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    line = [f"--target={pair / 'target'}", f"--prompts={path}", "--temperature=0", "--json"]
+    assert demo.run(parser.parse_args([*line, "--max-new-tokens=8", "--gamma=4"])) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompts"] == ["a loop"] and found["settings"]["draft"] == "SuffixDrafter()"
+    assert found["greedy"]["identical"] and found["comparisons"][0]["alpha"] is None
+    path.write_text("[]")
+    assert demo.run(parser.parse_args(line)) == 2
+    assert "there are no prompts" in capsys.readouterr().err

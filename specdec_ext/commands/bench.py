@@ -11,7 +11,6 @@ plain decoding: status 1 if there is a bug.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -33,11 +32,11 @@ from .frame import (
     check_gamma,
     check_generation,
     command,
-    first_line,
     print_json,
 )
 from .page import Page
 from .pair import Pair, Prompt, load_named
+from .prompt_files import HELP, Given, read_prompts
 
 __all__ = ["add_arguments", "run"]
 
@@ -102,7 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="texts to complete: a JSON list of strings, else one a line (default: short ones)",
+        nargs="+",
+        type=Path,
+        help=f"{HELP} (default: short ones)",
     )
     parser.add_argument(
         "--chat", action="store_true", help="put each prompt into the tokenizer's chat template"
@@ -126,27 +127,13 @@ def run(args: argparse.Namespace) -> int:
     check_generation(args.temperature, args.seed, args.max_new_tokens)
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
-    given = None if args.prompts is None else read_prompts(Path(args.prompts))
+    given = None if args.prompts is None else read_prompts(*args.prompts)
     if given is None and (args.chat or args.target is not None):
-        given = list(PROMPTS)
+        given = [Given(f"prompt {n}", text) for n, text in enumerate(PROMPTS, start=1)]
     pair, prompts = load_named(args, texts=given, alone=args.drafter != "model")
     if len(prompts) < 2:
         raise ValueError(f"a standard error is over prompts: give 2 at least, got {len(prompts)}")
     return _report(pair, prompts, args)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Read a file of prompts: a JSON list of strings, or one prompt a line."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".json":
-        return [found for found in text.splitlines() if found.strip()]
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"cannot read {path}: {first_line(error)}") from error
-    if not isinstance(found, list) or not all(isinstance(item, str) and item for item in found):
-        raise ValueError(f"{path} must hold a JSON list of strings that are not empty")
-    return found
 
 
 def _report(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:

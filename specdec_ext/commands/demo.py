@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from .frame import (
 )
 from .page import ACCEPTED, REPLACED, TARGET, Page
 from .pair import Pair, Prompt, find_pair, load_named
+from .prompt_files import HELP, read_prompts
 
 if TYPE_CHECKING:
     from ..decoding import Burst, Statistics
@@ -61,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="verification rule: block, token, ... (default: %(default)s)",
     )
     add_generation_arguments(parser, max_new_tokens=128)
+    parser.add_argument("--prompts", metavar="FILE", nargs="+", type=Path, help=HELP)
+    parser.add_argument(
+        "--chat", action="store_true", help="put each of these into the tokenizer's chat template"
+    )
     add_json_argument(parser)
 
 
@@ -69,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo: status 1 if greedy output differs and rounding does not explain it."""
     check_gamma(args.gamma)
     check_generation(args.temperature, args.seed, args.max_new_tokens)
-    pair, prompts = load_named(args)
+    given = None if args.prompts is None else read_prompts(*args.prompts)
+    pair, prompts = load_named(args, texts=given, alone=True)
+    if not prompts:
+        raise ValueError("there are no prompts in the files of --prompts")
     _warm_up(pair, prompts[0], args)
     return _show(pair, prompts, args)
 
@@ -130,6 +139,13 @@ class Comparison:
         return walltime_factor(self.alpha, self.gamma, self.draft_cost)
 
 
+def _draft(pair: Pair) -> Any:
+    """Give the draft model; for a target alone a drafter that copies, and knows no other text."""
+    from ..decoding import SuffixDrafter
+
+    return SuffixDrafter() if pair.draft is None else pair.draft
+
+
 def _generate(
     pair: Pair,
     prompt: Prompt,
@@ -144,7 +160,7 @@ def _generate(
 
     sequences, statistics = generate(
         pair.target,
-        pair.draft if draft else None,
+        _draft(pair) if draft else None,
         prompt.ids,
         max_new_tokens=args.max_new_tokens,
         gamma=args.gamma,
@@ -179,7 +195,9 @@ def _compare(
             totals[draft] = found if total is None else total + found
     plain, speculative = totals[False], totals[True]
     assert plain is not None and speculative is not None
-    alpha = mean_overlap(pair, prompts, tokens[True], temperature)
+    alpha = math.nan  # a draft without probabilities has none
+    if pair.draft is not None:
+        alpha = mean_overlap(pair, prompts, tokens[True], temperature)
     return Comparison(
         temperature, args.gamma, plain, speculative, alpha, tokens[False], tokens[True]
     )
@@ -351,7 +369,8 @@ def _heading(out: Page, pair: Pair, args: argparse.Namespace) -> None:
     threads = f", {count} thread{_s(count)}" if pair.device.type == "cpu" else ""
     out.line()
     out.line(f"target  {size_of(pair.target)}", "strong")
-    out.line(f"draft   {size_of(pair.draft)}", "strong")
+    draft = "SuffixDrafter(), copies of the text" if pair.draft is None else size_of(pair.draft)
+    out.line(f"draft   {draft}", "strong")
     out.line(
         f"rule {args.rule}, gamma {args.gamma}, temperature {args.temperature:g}, "
         f"{pair.device.type}{threads}",
@@ -364,7 +383,11 @@ def _heading(out: Page, pair: Pair, args: argparse.Namespace) -> None:
 def _completion(out: Page, pair: Pair, prompt: Prompt, args: argparse.Namespace) -> list[Piece]:
     """Complete one prompt before the reader's eyes; return its pieces."""
     out.line()
-    unseen = "" if args.prompt is not None or args.target else ", which the models have never seen"
+    unseen = (
+        ""
+        if args.prompt is not None or args.prompts or args.target
+        else ", which the models have never seen"
+    )
     out.line(f"{prompt.name}{unseen}:")
     out.rule()
     lines = prompt.text.splitlines(keepends=True)
@@ -485,7 +508,8 @@ def _report(
     return {
         "settings": {
             "target": args.target or str(find_pair() / "target"),
-            "draft": args.draft or str(find_pair() / "draft"),
+            "draft": args.draft
+            or ("SuffixDrafter()" if args.target else str(find_pair() / "draft")),
             "rule": args.rule,
             "gamma": args.gamma,
             "temperature": args.temperature,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import fetch
 from .frame import check_device, first_line
+from .prompt_files import Given
 from .tokenizers import difference, has_tokenizer
 
 __all__ = [
@@ -185,7 +186,7 @@ def _find(tree: Any, key: str) -> Any:
 
 
 def load_named(
-    args: argparse.Namespace, texts: list[str] | None = None, *, alone: bool = False
+    args: argparse.Namespace, texts: Sequence[Given] | None = None, *, alone: bool = False
 ) -> tuple[Pair, list[Prompt]]:
     """Load the models that a command line names on its device, and find what they complete.
 
@@ -194,7 +195,7 @@ def load_named(
     args : argparse.Namespace
         With ``target``, ``draft``, ``device`` and ``prompt``: see
         `specdec_ext.commands.frame.add_pair_arguments`.
-    texts : list of str, optional
+    texts : sequence of Given, optional
         What to complete, if it is known.
     alone : bool
         Whether a target may be named without a draft.
@@ -204,24 +205,20 @@ def load_named(
     if texts is None:
         return pair, find_prompts(pair, getattr(args, "prompt", None))
     chat = getattr(args, "chat", False)
-    return pair, [
-        as_prompt(pair, f"prompt {number}", text, chat=chat)
-        for number, text in enumerate(texts, start=1)
-    ]
+    return pair, [as_prompt(pair, given, chat=chat) for given in texts]
 
 
-def as_prompt(pair: Pair, name: str, text: str, *, chat: bool = False) -> Prompt:
-    """Put a text into the target's tokens, within its chat template if that is wanted."""
-    if chat:
+def as_prompt(pair: Pair, given: Given, *, chat: bool = False) -> Prompt:
+    """Put a text into the target's tokens; a conversation, or ``chat``, into its chat template."""
+    if chat or not isinstance(given.content, str):
+        if pair.tokenizer.chat_template is None:
+            raise ValueError("the target's tokenizer has no chat template")
         found = pair.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
+            given.messages(), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
-        found = pair.tokenizer(text, return_tensors="pt")
-    return Prompt(name, text, found["input_ids"].to(pair.device))
+        found = pair.tokenizer(given.content, return_tensors="pt")
+    return Prompt(given.name, given.text, found["input_ids"].to(pair.device))
 
 
 def find_prompts(pair: Pair, text: str | None = None) -> list[Prompt]:
@@ -229,7 +226,7 @@ def find_prompts(pair: Pair, text: str | None = None) -> list[Prompt]:
     if text is not None:
         if not text:
             raise ValueError("--prompt is empty")
-        return [as_prompt(pair, "the prompt", text)]
+        return [as_prompt(pair, Given("the prompt", text))]
     library = Path(sysconfig.get_path("stdlib"))
     # The one that is shown first: prose, signatures and code in its opening lines.
     names = sorted(pair.held_out, key=lambda name: name != "textwrap")
@@ -239,7 +236,7 @@ def find_prompts(pair: Pair, text: str | None = None) -> list[Prompt]:
         if path.is_file() and len(found) < PROMPTS:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             opening = "".join(_opening(lines, pair.tokenizer))
-            found.append(as_prompt(pair, f"{name}.py", opening))
+            found.append(as_prompt(pair, Given(f"{name}.py", opening)))
     if not found:
         raise ValueError(f"none of {', '.join(pair.held_out)} is in {library}; give --prompt")
     return found

@@ -1,0 +1,290 @@
+"""A chat model on prompts of four kinds: which drafter, how many tokens a call, how much faster.
+
+    python -m specdec_ext fetch smollm2
+    python benchmarks/bench_chat.py --target smollm2
+    python benchmarks/bench_chat.py --target smollm2 --temperature 0.7 --batch 4
+
+The prompts are those of benchmarks/prompts, put into the model's chat template: code to edit, texts
+to summarise or to extract from, conversations, and free writing, where there is nothing to copy.
+Contestants: plain decoding; transformers' prompt lookup, and its assisted generation where a draft
+model is given; ours with each drafter, at each gamma and under `RenewalRule`, in chains and trees.
+All complete a prompt in turn, in an order drawn anew for each, before the next prompt comes, so
+that a busy machine is fair to all. A drafter is made anew for each text and knows nothing of
+earlier ones. Texts end where the model ends them. *Tokens a call* is a ratio of sums; *speed* is
+that of whole calls, prefill included, over plain decoding's, the geometric mean over the prompts.
+Standard errors are over prompts (over batches, for batches).
+
+Greedy output of all is compared with plain decoding's, on every prompt: a difference that is no tie
+in float32 makes the exit code 1.
+
+Bars, for greedy decoding at batch 1: the suffix drafter makes at least as many tokens a call as
+transformers' prompt lookup at the same gamma on every kind, and is 1.15 times as fast over the
+three kinds with something to copy; nothing under `RenewalRule` is slower than 0.97 times plain
+decoding on any kind; all output is identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specdec_ext.commands import check
+from specdec_ext.commands.bench import speed_over
+from specdec_ext.commands.frame import add_pair_arguments
+from specdec_ext.commands.pair import Pair, Prompt, as_prompt, load_pair
+from specdec_ext.commands.prompt_files import read_prompts
+from specdec_ext.decoding import GrownTree, RenewalRule
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import common  # noqa: E402
+from bench_generate import PLAIN, batches  # noqa: E402
+from contestants import DRAFTERS, Contestant, Run, Setting, ours, theirs  # noqa: E402
+
+PROMPTS = Path(__file__).resolve().parent / "prompts"
+KINDS = ("edit", "extract", "chat", "free")
+COPYING = KINDS[:3]
+ALL = "copying kinds"
+RENEWAL = "renewal"
+FASTER, NOT_SLOWER = 1.15, 0.97
+
+
+class Outcome(NamedTuple):
+    """What a setting gave: runs of each contestant, in the order of ``kinds``, and what differs."""
+
+    setting: Setting
+    kinds: list[str]
+    runs: dict[str, list[Run]]
+    ties: list[str]
+    bugs: list[str]
+
+
+def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> dict[str, Contestant]:
+    """List who takes part."""
+    new, drafts = options.tokens, {name: DRAFTERS[name] for name in options.drafters}
+    if pair.draft is not None:
+        drafts["model"] = lambda pair: pair.draft
+    found = {PLAIN: ours(pair, setting, new, stops=True)}
+    for name, draft in drafts.items():
+        for g in options.gamma:
+            label = f"{name}, gamma {g}"
+            found[label] = ours(pair, setting, new, g, draft=draft, stops=True)
+        # One object: it goes on learning from prompt to prompt.
+        policy = RenewalRule()
+        found[f"{name}, {RENEWAL}"] = ours(pair, setting, new, policy, draft=draft, stops=True)
+    if "suffix" in drafts and options.tree:
+        tree, draft = GrownTree(options.tree, max(options.gamma), beam=3), drafts["suffix"]
+        label = f"suffix, tree of {options.tree}"
+        found[label] = ours(pair, setting, new, draft=draft, stops=True, tree=tree)
+    if setting.batch == 1:  # more is not supported there
+        for g in options.gamma:
+            rival = theirs(pair, setting, new, g, lookup=True, stops=True)
+            found[f"transformers, lookup {g}"] = rival
+            if pair.draft is not None:
+                found[f"transformers, model {g}"] = theirs(pair, setting, new, g, stops=True)
+    return found
+
+
+def read(pair: Pair, count: int) -> dict[str, list[Prompt]]:
+    """Read the first so many prompts of each kind."""
+    return {
+        kind: [
+            as_prompt(pair, given, chat=True) for given in read_prompts(PROMPTS / f"{kind}.yaml")
+        ][:count]
+        for kind in KINDS
+    }
+
+
+def measure(
+    pair: Pair,
+    prompts: Mapping[str, Sequence[Prompt]],
+    setting: Setting,
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> Outcome:
+    """Run all contestants on all prompts, by turns."""
+    playing, order = contestants(pair, setting, options), random.Random(options.seed)
+    found = Outcome(setting, [], {name: [] for name in playing}, [], [])
+    groups = [(kind, *group) for kind in prompts for group in batches(prompts[kind], setting.batch)]
+    # One of each kind, then the next ones: what is cut short is fair to all kinds.
+    turns = len(groups) // len(prompts)
+    groups = [group for i in range(turns) for group in groups[i::turns]]
+    warm_up = groups[0][2:]
+    for contestant in playing.values():
+        contestant(*warm_up, options.seed)
+    begun = time.perf_counter()
+    for number, (kind, some, ids, mask) in enumerate(groups):
+        if time.perf_counter() - begun > 60 * options.minutes and number >= 2 * len(prompts):
+            say(f"stopped after {number} of {len(groups)}: {options.minutes:g} minutes are over")
+            break
+        found.kinds.append(kind)
+        for name in order.sample(list(playing), len(playing)):
+            found.runs[name].append(playing[name](ids, mask, options.seed + number))
+        if setting.temperature == 0:
+            compare(pair, some, found)
+        say(f"{kind}: {', '.join(prompt.name for prompt in some)}")
+    return found
+
+
+def compare(pair: Pair, some: Sequence[Prompt], found: Outcome) -> None:
+    """Hold everybody's last output against plain decoding's."""
+    for name, runs in found.runs.items():
+        plain = found.runs[PLAIN][-1].tokens
+        for prompt, expected, tokens in zip(some, plain, runs[-1].tokens, strict=True):
+            compared = check.compare_tokens(pair, prompt, expected, tokens, 0.0, 0, name)
+            if compared.verdict == check.BUG:
+                found.bugs.append(check.line(compared))
+            elif compared.verdict == check.PRECISION:
+                found.ties.append(check.line(compared))
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def of_kind(found: Outcome, kind: str) -> dict[str, list[Run]]:
+    """Take the runs of a kind, or of all that copy."""
+    wanted = COPYING if kind == ALL else (kind,)
+    return {
+        name: [run for run, its in zip(runs, found.kinds, strict=True) if its in wanted]
+        for name, runs in found.runs.items()
+    }
+
+
+def summarize(found: Outcome) -> list[dict[str, Any]]:
+    """Make a record a kind and contestant."""
+    records = []
+    for kind in (*KINDS, ALL):
+        runs = of_kind(found, kind)
+        for name, own in runs.items():
+            calls, error = common.ratio([(run.num_tokens, run.calls) for run in own])
+            speed = speed_over(runs, PLAIN, name)
+            records.append(
+                {
+                    "batch": found.setting.batch,
+                    "temperature": found.setting.temperature,
+                    "kind": kind,
+                    "contestant": name,
+                    "texts": sum(len(run.tokens) for run in own),
+                    "tokens": sum(run.num_tokens for run in own),
+                    "tokens_per_call": calls,
+                    "tokens_per_call_se": error,
+                    "speed": speed.mean,
+                    "speed_se": speed.standard_error,
+                    "seconds": sum(run.seconds for run in own),
+                }
+            )
+    return records
+
+
+def bars(found: Outcome, gammas: Sequence[int]) -> list[str]:
+    """Hold greedy decoding at batch 1 against the bars."""
+
+    def verdict(what: str, passed: bool) -> str:
+        return f"{'PASS' if passed else 'FAIL'}  {what}"
+
+    if found.setting.temperature or found.setting.batch > 1:
+        return []
+    by = {(r["kind"], r["contestant"]): r for r in summarize(found)}
+    lines = []
+    for g in gammas:
+        mine, rival = f"suffix, gamma {g}", f"transformers, lookup {g}"
+        if mine not in found.runs:
+            continue
+        for kind in KINDS:
+            a, b = (by[kind, name]["tokens_per_call"] for name in (mine, rival))
+            lines.append(
+                verdict(f"{mine}, {kind}: {a:.2f} tokens a call; {rival}: {b:.2f}", a >= b)
+            )
+        speed = speed_over(of_kind(found, ALL), rival, mine)
+        what = f"{mine}, {ALL}: {speed} times as fast as {rival} ({FASTER:g} asked)"
+        lines.append(verdict(what, speed.mean >= FASTER))
+    for kind in KINDS:
+        for name in found.runs:
+            if name.endswith(RENEWAL):
+                record = by[kind, name]
+                what = (
+                    f"{name}, {kind}: {record['speed']:.2f} ± {record['speed_se']:.2f} times plain"
+                )
+                what += f" decoding ({NOT_SLOWER:g} asked)"
+                lines.append(verdict(what, record["speed"] >= NOT_SLOWER))
+    texts = sum(len(run.tokens) for run in found.runs[PLAIN])
+    what = (
+        f"greedy output of {len(found.runs)} contestants on {texts} texts: {len(found.bugs)} differ"
+    )
+    what += f", {len(found.ties)} at a tie in float32"
+    return [*lines, verdict(what, not found.bugs), *found.bugs, *found.ties]
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Format the records of a setting: tokens a call and speed, by kind."""
+    of = {(r["contestant"], r["kind"]): r for r in records}
+    cell = "{tokens_per_call:.2f} ({tokens_per_call_se:.2f}), {speed:.2f}x ({speed_se:.2f})"
+    rows = [
+        [name, *(cell.format(**of[name, kind]) for kind in (*KINDS, ALL))]
+        for name in dict.fromkeys(r["contestant"] for r in records)
+    ]
+    return common.markdown_table(["tokens a call (se), speed (se)", *KINDS, ALL], rows)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add_pair_arguments(parser)
+    parser.add_argument("--drafters", choices=DRAFTERS, nargs="+", default=[*DRAFTERS])
+    parser.add_argument("--gamma", type=int, nargs="+", default=[10])
+    parser.add_argument("--tree", type=int, default=16, help="nodes of trees; 0: no trees")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens a prompt at most")
+    parser.add_argument("--prompts", type=int, default=8, help="of each kind, at least 2 batches")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="begin no prompt after these, a setting"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=common.RESULTS)
+    parser.add_argument("--suffix", default="", help="of the records' names")
+    options = parser.parse_args(arguments)
+    if options.prompts < 2 * max(options.batch):
+        parser.error(f"--prompts must be at least {2 * max(options.batch)} for a standard error")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    options = parse(arguments)
+    facts, load = common.machine_facts(), common.Load()
+    facts["command"] = " ".join(["bench_chat.py", *(arguments or sys.argv[1:])])
+    for name, value in facts.items():
+        print(f"{name}: {value}")
+    pair = load_pair(options.target, options.draft, options.device, alone=True)
+    prompts = read(pair, options.prompts)
+    records: list[dict[str, Any]] = []
+    parts, status = [], 0
+    for batch in options.batch:
+        for temperature in options.temperature:
+            setting = Setting(batch, temperature)
+            found = measure(pair, prompts, setting, options, lambda said: print(said, flush=True))
+            records += (own := summarize(found))
+            lines = bars(found, options.gamma)
+            texts = sum(len(run.tokens) for run in found.runs[PLAIN])
+            title = f"Batch {batch}, temperature {temperature:g}, {texts} texts"
+            parts.append("\n\n".join([title, table(own), "\n".join(lines)]).strip())
+            status |= bool(found.bugs)
+    facts["others_cpu_share"] = load.share()
+    text = "\n\n".join(parts)
+    print(f"\n{text}")
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    stem = options.output / f"chat-{options.device}-{day}{options.suffix}"
+    common.write_record(stem, facts, records, text)
+    print(f"\nwritten: {stem}.json, .csv, .md")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

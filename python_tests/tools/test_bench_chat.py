@@ -1,0 +1,198 @@
+"""bench_chat.py and replay.py: counts agree with the loop, verdicts follow from runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_chat as bench  # noqa: E402
+import contestants  # noqa: E402
+import replay  # noqa: E402
+
+from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
+from specdec_ext.commands.prompt_files import Given, read_prompts  # noqa: E402
+from specdec_ext.decoding import LookupDrafter, Statistics  # noqa: E402
+
+pytestmark = pytest.mark.thorough
+
+TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    found = load_pair()
+    found.tokenizer.chat_template = TEMPLATE
+    return found
+
+
+def test_the_prompts_are_eight_of_each_kind():
+    for kind in bench.KINDS:
+        prompts = read_prompts(bench.PROMPTS / f"{kind}.yaml")
+        assert len({prompt.name for prompt in prompts}) == len({p.text for p in prompts}) == 8
+        assert all((len(prompt.messages()) == 3) == (kind == "chat") for prompt in prompts)
+
+
+def test_replaying_a_text_counts_what_decoding_it_counts(shipped):
+    """On greedy texts: calls, drafted and emitted tokens of the loop, and calls of transformers."""
+    setting, compared = contestants.Setting(1, 0.0), 0
+    for prompt in find_prompts(shipped)[:3]:
+        ids, mask = prompt.ids, torch.ones_like(prompt.ids)
+        plain = contestants.ours(shipped, setting, 40)(ids, mask, 0).tokens[0]
+        text = replay.Text("", "", ids[0].tolist(), plain, [], 40)
+        for gamma in (2, 7):
+            for name in ("lookup", "suffix"):
+                decode = contestants.ours(
+                    shipped, setting, 40, gamma, draft=contestants.DRAFTERS[name]
+                )
+                run = decode(ids, mask, 0)
+                assert run.tokens == [plain]
+                played = replay.play(
+                    text, replay.ours_on(text, contestants.DRAFTERS[name](shipped), gamma)
+                )
+                counted = (run.num_tokens, run.calls, run.statistics.drafted)
+                assert played == counted
+                compared += run.statistics.accepted > 0
+            decode = contestants.theirs(shipped, setting, 40, gamma, lookup=True)
+            run = decode(ids, mask, 0)
+            played = replay.play(text, replay.theirs_on(text, gamma))
+            assert run.tokens == [plain] and run.calls == played.calls
+            compared += played.calls < 40
+    assert compared > 6  # so many had something accepted
+
+
+def test_texts_end_where_the_target_ends_them(shipped):
+    setting = contestants.Setting(1, 0.0)
+    prompt = find_prompts(shipped)[0]
+    ids, mask = prompt.ids, torch.ones_like(prompt.ids)
+    plain = contestants.ours(shipped, setting, 24)(ids, mask, 0).tokens[0]
+    end = plain[9]
+    before = shipped.target.generation_config.eos_token_id
+    shipped.target.generation_config.eos_token_id = end
+    try:
+        for run in (
+            contestants.ours(shipped, setting, 24, stops=True),
+            contestants.ours(
+                shipped, setting, 24, 5, draft=contestants.DRAFTERS["suffix"], stops=True
+            ),
+            contestants.theirs(shipped, setting, 24, 0, stops=True),
+            contestants.theirs(shipped, setting, 24, 5, lookup=True, stops=True),
+            contestants.theirs(shipped, setting, 24, 3, stops=True),
+        ):
+            assert run(ids, mask, 0).tokens == [plain[: plain.index(end) + 1]]
+    finally:
+        shipped.target.generation_config.eos_token_id = before
+
+
+def test_smoke(monkeypatch, tmp_path, capsys, shipped):
+    monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
+    line = ["--prompts", "3", "--tokens", "4", "--gamma", "2", "--drafters", "suffix", "ngram"]
+    line += ["--tree", "4", "--temperature", "0"]
+    assert bench.main([*line, "--output", str(tmp_path), "--minutes", "0"]) == 0
+    said = capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    payload = json.loads(path.read_text())
+    settings = {(r["batch"], r["temperature"]) for r in payload["records"]}
+    assert settings == {(1, 0.0)}
+    for record in payload["records"]:
+        assert record["tokens_per_call"] >= 1 and record["speed"] > 0
+        if record["contestant"] == bench.PLAIN:
+            assert record["tokens_per_call"] == record["speed"] == 1
+    names = {r["contestant"] for r in payload["records"]}
+    assert names == {
+        "plain", "suffix, gamma 2", "suffix, renewal", "ngram, gamma 2", "ngram, renewal",
+        "model, gamma 2", "model, renewal", "suffix, tree of 4", "transformers, lookup 2",
+        "transformers, model 2",
+    }  # fmt: skip
+    assert path.with_suffix(".md").read_text() in said and "PASS  greedy output of 10" in said
+    assert "stopped after 8 of 12: 0 minutes are over" in said
+
+
+def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped):
+    monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
+    line = ["--prompts", "4", "--tokens", "3", "--gamma", "2", "--drafters", "suffix", "--tree"]
+    line += ["0", "--batch", "2", "--temperature", "0.7", "--output", str(tmp_path)]
+    assert bench.main(line) == 0
+    (path,) = tmp_path.glob("*.json")
+    records = json.loads(path.read_text())["records"]
+    assert {(r["batch"], r["temperature"]) for r in records} == {(2, 0.7)}
+    assert {r["contestant"] for r in records} == {
+        "plain", "suffix, gamma 2", "suffix, renewal", "model, gamma 2", "model, renewal",
+    }  # fmt: skip
+    assert all(r["texts"] == (12 if r["kind"] == bench.ALL else 4) for r in records)
+    with pytest.raises(SystemExit):
+        bench.parse(["--batch", "4", "--prompts", "7"])
+
+
+def outcome(speeds, calls):
+    """Two texts of ten tokens a kind, by each contestant's calls of the target and seconds."""
+    kinds = [kind for kind in bench.KINDS for _ in range(2)]
+    runs = {
+        name: [
+            bench.Run([[1] * 10], second, None, calls.get((name, kind), 10))
+            for kind, second in zip(
+                kinds, [speeds[name] * (1 + i % 2) for i in range(8)], strict=True
+            )
+        ]
+        for name in speeds
+    }
+    return bench.Outcome(bench.Setting(1, 0.0), kinds, runs, [], [])
+
+
+def test_bars():
+    mine, rival = "suffix, gamma 5", "transformers, lookup 5"
+    speeds = {"plain": 1.0, mine: 0.5, "suffix, renewal": 1.02, "lookup, renewal": 1.05, rival: 0.6}
+    calls = {(mine, kind): 5 for kind in bench.KINDS} | {(rival, "chat"): 4, (rival, "edit"): 5}
+    lines = bench.bars(outcome(speeds, calls), [5])
+    verdicts = {line.split("  ", 1)[1]: line[:4] for line in lines}
+    assert verdicts[f"{mine}, edit: 2.00 tokens a call; {rival}: 2.00"] == "PASS"
+    assert verdicts[f"{mine}, chat: 2.00 tokens a call; {rival}: 2.50"] == "FAIL"
+    assert verdicts[f"{mine}, free: 2.00 tokens a call; {rival}: 1.00"] == "PASS"
+    faster = "1.20 ± 0.00 times as fast as transformers, lookup 5 (1.15 asked)"
+    assert verdicts[f"{mine}, copying kinds: {faster}"] == "PASS"
+    said = "{}, free: {} ± 0.00 times plain decoding (0.97 asked)"
+    assert verdicts[said.format("suffix, renewal", "0.98")] == "PASS"
+    assert verdicts[said.format("lookup, renewal", "0.95")] == "FAIL"
+    assert lines[-1].startswith("PASS  greedy output of 5 contestants on 8 texts: 0 differ")
+    slow = outcome({**speeds, rival: 0.55}, calls)
+    slow.bugs.append("a bug")
+    lines = bench.bars(slow, [5])
+    assert any(line.startswith(f"FAIL  {mine}, copying kinds: 1.10") for line in lines)
+    assert lines[-2].startswith("FAIL  greedy output") and lines[-1] == "a bug"
+    assert bench.bars(slow._replace(setting=bench.Setting(4, 0.0)), [5]) == []
+
+
+def test_what_differs_is_a_bug(shipped):
+    prompt = bench.as_prompt(shipped, Given("one", "def f():"))
+    wrong = bench.Run([[3, 4]], 1.0, None, 2)
+    plain = bench.Run([[5, 6]], 1.0, Statistics(1, new_tokens=[2]))
+    found = bench.Outcome(bench.Setting(1, 0.0), ["edit"], {"plain": [plain], "x": [wrong]}, [], [])
+    bench.compare(shipped, [prompt], found)
+    assert len(found.bugs) == 1 and "x" in found.bugs[0] and not found.ties
+
+
+def test_record_and_play(monkeypatch, tmp_path, capsys, shipped):
+    monkeypatch.setattr(replay, "load_pair", lambda *_, **__: shipped)
+    prompts, file = tmp_path / "words.yaml", tmp_path / "texts.json"
+    prompts.write_text("- one two one two one\n- content: three\n  name: b\n- four five\n")
+    line = ["record", file, "--target", "t", "--prompts", prompts, "--tokens", 12, "--batch", 2]
+    assert replay.main([*map(str, line)]) == 0
+    texts = json.loads(file.read_text())
+    assert len(texts) == 3 and {t["kind"] for t in texts} == {"words"}
+    assert all(1 <= len(t["output"]) <= 12 for t in texts)
+    capsys.readouterr()
+    found = tmp_path / "found"
+    assert replay.main(["play", str(file), "--gamma", "3", "--output", str(found)]) == 0
+    table = capsys.readouterr().out
+    records = json.loads(found.with_suffix(".json").read_text())["records"]
+    assert len(records) == 3 and all(r["texts"] == 3 for r in records)
+    text = replay.Text(**texts[0])
+    assert "| suffix, gamma 3 " in table and "| transformers, lookup 3 " in table
+    played = replay.play(text, replay.ours_on(text, LookupDrafter(), 3))
+    assert played.tokens == len(text.output) and 1 <= played.calls <= played.tokens
