@@ -153,13 +153,6 @@ def compare(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> Iter
                 )
 
 
-def _draft(pair: Pair) -> Any:
-    """Return what drafts: the pair's model, or copies of the text where a target came alone."""
-    from ..decoding import LookupDrafter
-
-    return LookupDrafter() if pair.draft is None else pair.draft
-
-
 def _decode(
     pair: Pair, prompts: list[Prompt], temperature: float, gamma: int, args: argparse.Namespace
 ) -> list[list[int]]:
@@ -170,7 +163,7 @@ def _decode(
     tokens: list[list[int]] = [[] for _ in prompts]
     for burst in stream(
         pair.target,
-        _draft(pair) if gamma else None,
+        pair.drafter if gamma else None,
         ids,
         attention_mask=mask,
         max_new_tokens=args.max_new_tokens,

@@ -31,6 +31,7 @@ from .frame import (
 )
 from .page import ACCEPTED, REPLACED, TARGET, Page
 from .pair import Pair, Prompt, find_pair, load_named
+from .pieces import Piece, Reader, pieces_of, shown
 
 if TYPE_CHECKING:
     from ..decoding import Burst, Statistics
@@ -40,7 +41,6 @@ __all__ = ["add_arguments", "run"]
 SECONDS = 15.0  # begin no further prompt after this long at one temperature
 LOSSLESS = rule_names(chains=True, lossless=True)
 SHOWN_LINES = 10  # of the prompt
-VISIBLE = {"\n": "↵", "\t": "→", " ": "·"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,56 +284,6 @@ def _greedy_check(
     return Greedy(len(compared), sum(map(len, compared)), lossless, differences)
 
 
-# --- the text ---------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """A token of the completion, and who wrote it."""
-
-    kind: str
-    token: int
-    text: str
-
-
-class Reader:
-    """Turns tokens into text one by one; bytes of an unfinished character wait for the rest."""
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self.tokens = list(prompt)[-8:]
-        self.read = len(self.tokens)
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def peek(self, token: int) -> str:
-        """Return the text that a token would add."""
-        before = self._decode(self.tokens)
-        return self._decode([*self.tokens, token])[len(before) :]
-
-    def push(self, token: int) -> str:
-        """Add a token; return the text that is now complete."""
-        before = self._decode(self.tokens[: self.read])
-        self.tokens.append(token)
-        after = self._decode(self.tokens)
-        if after.endswith("\ufffd") and len(self.tokens) - self.read < 4:
-            return ""
-        self.read = len(self.tokens)
-        if self.read > 32:
-            self.tokens, self.read = self.tokens[-8:], 8
-        return after[len(before) :]
-
-
-def shown(text: str) -> str:
-    """Return a replaced token's text on one line; one of nothing but space shows its characters."""
-    if text.isspace():
-        return "".join(VISIBLE.get(character, character) for character in text)
-    return text.replace("\n", VISIBLE["\n"])
-
-
 # --- what the page says -----------------------------------------------------------------------
 
 
@@ -376,14 +326,9 @@ def _completion(out: Page, pair: Pair, prompt: Prompt, args: argparse.Namespace)
 
     def show(bursts: list[Burst]) -> None:
         for burst in bursts:
-            for i, token in enumerate(burst.tokens):
-                if i == burst.accepted and burst.replaced is not None:
-                    text = reader.peek(burst.replaced)
-                    pieces.append(Piece(REPLACED, burst.replaced, text))
-                    out.text(shown(text), REPLACED)
-                kind = ACCEPTED if i < burst.accepted else TARGET
-                pieces.append(Piece(kind, token, reader.push(token)))
-                out.text(pieces[-1].text, kind)
+            for piece in pieces_of(burst, reader):
+                pieces.append(piece)
+                out.text(shown(piece.text) if piece.kind == REPLACED else piece.text, piece.kind)
         out.flush()
 
     _generate(pair, prompt, args, draft=True, temperature=args.temperature, on_round=show)
