@@ -61,7 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="verification rule: block, token, ... (default: %(default)s)",
     )
     add_generation_arguments(parser, max_new_tokens=128)
-    add_json_argument(parser)
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--race",
+        action="store_true",
+        help="show plain and speculative decoding of one prompt side by side instead",
+    )
+    kinds.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page with every token and round of one prompt's decoding instead",
+    )
+    add_json_argument(kinds)
 
 
 @command("demo")
@@ -69,9 +80,26 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo: status 1 if greedy output differs and rounding does not explain it."""
     check_gamma(args.gamma)
     check_generation(args.temperature, args.seed, args.max_new_tokens)
-    pair, prompts = load_named(args)
+    pair, prompts = load_named(args, alone=True)
+    if args.race or args.html is not None:
+        return _show_one(pair, prompts[0], args)
     _warm_up(pair, prompts[0], args)
     return _show(pair, prompts, args)
+
+
+def _show_one(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> int:
+    """Show one prompt's decoding, as a race or on a page of its own; return the exit status."""
+    from .html_page import write_page
+    from .race import race
+
+    out = Page(sys.stdout)
+    _heading(out, pair, args)
+    if args.race:
+        return race(pair, prompt, args)
+    models = f"{prompt.name}, {' · '.join(_models(pair))} · {_settings(pair, args)}"
+    out.line(write_page(pair, prompt, args, models), "strong")
+    out.line(f"wrote {args.html}")
+    return 0
 
 
 def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
@@ -144,7 +172,7 @@ def _generate(
 
     sequences, statistics = generate(
         pair.target,
-        pair.draft if draft else None,
+        pair.drafter if draft else None,
         prompt.ids,
         max_new_tokens=args.max_new_tokens,
         gamma=args.gamma,
@@ -203,6 +231,11 @@ def mean_overlap(
         What came behind each prompt.
     temperature : float
         Of both laws.
+
+    Returns
+    -------
+    float
+        NaN for a pair without a draft, where there is no q.
     """
 
     def rows(prompt: Prompt, new: list[int]) -> tuple[Tensor, Tensor]:
@@ -212,6 +245,8 @@ def mean_overlap(
         target, draft = (model(input_ids=text).logits[0, first:] for model in models)
         return target, draft
 
+    if pair.draft is None:
+        return math.nan
     texts = zip(prompts, tokens, strict=False)
     with torch.inference_mode():
         return acceptance_rate((rows(*text) for text in texts), temperature=temperature).mean
@@ -296,17 +331,25 @@ def size_of(model: Any) -> str:
     return f"{shape}, {millions:,.1f} M parameters"
 
 
-def _heading(out: Page, pair: Pair, args: argparse.Namespace) -> None:
+def _models(pair: Pair) -> tuple[str, str]:
+    draft = "none: LookupDrafter copies from the text" if pair.draft is None else size_of(pair.draft)
+    return f"target  {size_of(pair.target)}", f"draft   {draft}"
+
+
+def _settings(pair: Pair, args: argparse.Namespace) -> str:
     count = torch.get_num_threads()
     threads = f", {count} thread{_s(count)}" if pair.device.type == "cpu" else ""
-    out.line()
-    out.line(f"target  {size_of(pair.target)}", "strong")
-    out.line(f"draft   {size_of(pair.draft)}", "strong")
-    out.line(
+    return (
         f"rule {args.rule}, gamma {args.gamma}, temperature {args.temperature:g}, "
-        f"{pair.device.type}{threads}",
-        "faint",
+        f"{pair.device.type}{threads}"
     )
+
+
+def _heading(out: Page, pair: Pair, args: argparse.Namespace) -> None:
+    out.line()
+    for line in _models(pair):
+        out.line(line, "strong")
+    out.line(_settings(pair, args), "faint")
     if pair.mismatch is not None:
         out.line(pair.mismatch, "strong")
 
@@ -430,7 +473,7 @@ def _report(
     return {
         "settings": {
             "target": args.target or str(find_pair() / "target"),
-            "draft": args.draft or str(find_pair() / "draft"),
+            "draft": args.draft or (None if args.target else str(find_pair() / "draft")),
             "rule": args.rule,
             "gamma": args.gamma,
             "temperature": args.temperature,
