@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-SECONDS = 15.0  # begin no further prompt after this long at one temperature
+SECONDS = 15.0  # begin no further turn after this long at one temperature
+TURNS = 3  # of each way on each prompt; the one of median time counts
 LOSSLESS = rule_names(chains=True, lossless=True)
 SHOWN_LINES = 10  # of the prompt
 
@@ -110,17 +111,45 @@ def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
     temperatures = [0.0] if args.temperature < GREEDY_BELOW else [0.0, args.temperature]
     out.status("measuring ...")
     runs = [_compare(pair, prompts, temperature, args) for temperature in temperatures]
-    hugging_face = _transformers_speed(pair, prompts, args)
+    beside = runs[0].transformers
+    assert beside is not None  # the first is greedy
     greedy = _greedy_check(pair, prompts, runs[0], lossless=args.rule in LOSSLESS)
     out.status("")
-    _table(out, runs, hugging_face)
+    _table(out, runs, beside)
     _verdict(out, greedy)
     if args.json:
-        print_json(_report(args, pair, prompts, pieces, runs, hugging_face, greedy))
+        print_json(_report(args, pair, prompts, pieces, runs, beside, greedy))
     return 0 if greedy.explained else 1
 
 
 # --- measuring --------------------------------------------------------------------------------
+
+
+class Timed(NamedTuple):
+    """One call: its tokens, its time from outside, and its statistics, where it has some."""
+
+    tokens: list[int]
+    seconds: float
+    statistics: Statistics | None = None
+
+
+class Beside(NamedTuple):
+    """Plain decoding here and by transformers' own ``generate``: same prompts, in turns, greedy.
+
+    Attributes
+    ----------
+    theirs, ours : float
+        Tokens a second of whole calls, prompts included.
+    same : int
+        Prompts on which the tokens are the same.
+    prompts : int
+        Of how many.
+    """
+
+    theirs: float
+    ours: float
+    same: int
+    prompts: int
 
 
 @dataclass
@@ -134,6 +163,7 @@ class Comparison:
     alpha: float = math.nan
     plain_tokens: list[list[int]] = field(default_factory=list)
     speculative_tokens: list[list[int]] = field(default_factory=list)
+    transformers: Beside | None = None
 
     @property
     def speedup(self) -> float:
@@ -193,24 +223,78 @@ def _warm_up(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> None:
 def _compare(
     pair: Pair, prompts: list[Prompt], temperature: float, args: argparse.Namespace
 ) -> Comparison:
-    """Run every prompt both ways, taking turns, so that a busy machine is fair to both."""
-    totals: dict[bool, Statistics | None] = {False: None, True: None}
-    tokens: dict[bool, list[list[int]]] = {False: [], True: []}
+    """Run every prompt every way, taking turns, so that a busy machine is fair to all.
+
+    Of several turns, the one of median time counts. Transformers' own ``generate`` takes part where
+    decoding is greedy: sampled, it would write another text.
+    """
+    ways: dict[str, Callable[[Prompt], Timed]] = {
+        "plain": lambda prompt: _timed(pair, prompt, args, draft=False, temperature=temperature),
+        "speculative": lambda prompt: _timed(
+            pair, prompt, args, draft=True, temperature=temperature
+        ),
+    }
+    if temperature < GREEDY_BELOW:
+        ways["transformers"] = lambda prompt: _by_transformers(pair, prompt, args)
+    runs: dict[str, list[Timed]] = {name: [] for name in ways}
     begin = time.perf_counter()
     for prompt in prompts:
-        if time.perf_counter() - begin > SECONDS:
-            break
-        for draft in (False, True):
-            new, found = _generate(pair, prompt, args, draft=draft, temperature=temperature)
-            tokens[draft].append(new)
-            total = totals[draft]
-            totals[draft] = found if total is None else total + found
-    plain, speculative = totals[False], totals[True]
-    assert plain is not None and speculative is not None
-    alpha = mean_overlap(pair, prompts, tokens[True], temperature)
+        turns: dict[str, list[Timed]] = {name: [] for name in ways}
+        for _ in range(TURNS):
+            if time.perf_counter() - begin > SECONDS:
+                break
+            for name, decode in ways.items():
+                turns[name].append(decode(prompt))
+        for name, found in turns.items():
+            if found:
+                median = sorted(found, key=lambda run: run.seconds)[len(found) // 2]
+                runs[name].append(median)
+    tokens = {name: [run.tokens for run in found] for name, found in runs.items()}
     return Comparison(
-        temperature, args.gamma, plain, speculative, alpha, tokens[False], tokens[True]
+        temperature,
+        args.gamma,
+        _together(runs["plain"]),
+        _together(runs["speculative"]),
+        mean_overlap(pair, prompts, tokens["speculative"], temperature),
+        tokens["plain"],
+        tokens["speculative"],
+        _beside(runs["transformers"], runs["plain"]) if "transformers" in runs else None,
     )
+
+
+def _timed(
+    pair: Pair, prompt: Prompt, args: argparse.Namespace, *, draft: bool, temperature: float
+) -> Timed:
+    begin = time.perf_counter()
+    tokens, statistics = _generate(pair, prompt, args, draft=draft, temperature=temperature)
+    return Timed(tokens, time.perf_counter() - begin, statistics)
+
+
+def _by_transformers(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> Timed:
+    """Run the target's own ``generate``, greedy."""
+    begin = time.perf_counter()
+    found = pair.target.generate(
+        prompt.ids,
+        attention_mask=torch.ones_like(prompt.ids),
+        do_sample=False,
+        max_new_tokens=args.max_new_tokens,
+    )
+    tokens = found[0, prompt.ids.shape[1] :].tolist()  # waits for the device
+    return Timed(tokens, time.perf_counter() - begin)
+
+
+def _together(runs: list[Timed]) -> Statistics:
+    """Count runs together."""
+    found = [run.statistics for run in runs if run.statistics is not None]
+    return sum(found[1:], start=found[0])
+
+
+def _beside(theirs: list[Timed], ours: list[Timed]) -> Beside:
+    def speed(runs: list[Timed]) -> float:
+        return sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs)
+
+    same = sum(a.tokens == b.tokens for a, b in zip(theirs, ours, strict=True))
+    return Beside(speed(theirs), speed(ours), same, len(ours))
 
 
 def mean_overlap(
@@ -250,24 +334,6 @@ def mean_overlap(
     texts = zip(prompts, tokens, strict=False)
     with torch.inference_mode():
         return acceptance_rate((rows(*text) for text in texts), temperature=temperature).mean
-
-
-def _transformers_speed(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> float:
-    """Return the tokens a second of the target's own ``generate``, greedy, prompts included."""
-    seconds, tokens = 0.0, 0
-    for prompt in prompts[:3]:
-        begin = time.perf_counter()
-        found = pair.target.generate(
-            prompt.ids,
-            attention_mask=torch.ones_like(prompt.ids),
-            do_sample=False,
-            max_new_tokens=args.max_new_tokens,
-        )
-        if pair.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds += time.perf_counter() - begin
-        tokens += found.shape[1] - prompt.ids.shape[1]
-    return tokens / seconds if seconds > 0 else math.nan
 
 
 class Difference(NamedTuple):
@@ -332,7 +398,9 @@ def size_of(model: Any) -> str:
 
 
 def _models(pair: Pair) -> tuple[str, str]:
-    draft = "none: LookupDrafter copies from the text" if pair.draft is None else size_of(pair.draft)
+    draft = (
+        "none: LookupDrafter copies from the text" if pair.draft is None else size_of(pair.draft)
+    )
     return f"target  {size_of(pair.target)}", f"draft   {draft}"
 
 
@@ -385,7 +453,7 @@ def _completion(out: Page, pair: Pair, prompt: Prompt, args: argparse.Namespace)
     return pieces
 
 
-def _table(out: Page, runs: list[Comparison], hugging_face: float) -> None:
+def _table(out: Page, runs: list[Comparison], beside: Beside) -> None:
     label, first, second = 28, 11, 13
 
     def row(name: str, cells: Iterable[tuple[str, str]]) -> None:
@@ -426,7 +494,9 @@ def _table(out: Page, runs: list[Comparison], hugging_face: float) -> None:
         "* (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)), c the cost of a draft call:",
         "  Leviathan et al. 2023, Theorem 3.8, where a target call costs 1 on any length.",
         f"  {count} prompt{_s(count)}, {emitted} greedy tokens each way, prompts included.",
-        f"  For comparison, the generate() of transformers, greedy: {hugging_face:.1f} tokens/s.",
+        f"  For comparison, greedy, same prompts, in turns: generate() of transformers "
+        f"{beside.theirs:.1f} tokens/s,",
+        f"  plain decoding here {beside.ours:.1f}; same tokens on {beside.same} of {beside.prompts}.",
     ):
         out.line(note, "faint")
 
@@ -466,7 +536,7 @@ def _report(
     prompts: list[Prompt],
     pieces: list[Piece],
     runs: list[Comparison],
-    hugging_face: float,
+    beside: Beside,
     greedy: Greedy,
 ) -> dict[str, Any]:
     """Return what the page says, for programs."""
@@ -501,7 +571,8 @@ def _report(
             }
             for run in runs
         ],
-        "transformers_generate_tokens_per_second": hugging_face,
+        "transformers_generate_tokens_per_second": beside.theirs,
+        "beside_transformers": beside._asdict(),
         "greedy": {
             "identical": not greedy.differences,
             "prompts": greedy.prompts,

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-import torch
-
 from ..contract import GREEDY_BELOW
+from ..decoding.tracing import ModelCall
 from .page import ACCEPTED, REPLACED, TARGET, printable
 from .pair import Pair, Prompt
 from .pieces import shown
@@ -105,7 +104,7 @@ def page_of(
     count = {kind: sum(found.piece.kind == kind for found in tokens) for kind in KINDS}
     labels = _labels(tokens, names or {})
     notes = [
-        "Both ways were run in turns, each with the machine to itself; shown is the run of median "
+        "Both ways were run in turns, neither while the other did; shown is the run of median "
         "time of each.",
         "Probabilities are those of temperature 1: decoding was greedy."
         if greedy
@@ -125,9 +124,7 @@ def page_of(
             for i, (found, label) in enumerate(zip(tokens, labels, strict=True))
         ),
         "timeline": _timeline(plain, speculative),
-        "rows": "".join(
-            _row(found, label) for found, label in zip(tokens, labels, strict=True)
-        ),
+        "rows": "".join(_row(found, label) for found, label in zip(tokens, labels, strict=True)),
         "notes": escape(" ".join(filter(None, notes))),
     }
     template = TEMPLATE.read_text(encoding="utf-8")
@@ -188,7 +185,14 @@ def _token(found: Written, label: str, *, first: bool) -> str:
 
 def _row(found: Written, label: str) -> str:
     draft = "" if found.draft is None else f"{found.draft:.3g}"
-    cells = (found.position, label, KINDS[found.piece.kind], found.round, f"{found.target:.3g}", draft)
+    cells = (
+        found.position,
+        label,
+        KINDS[found.piece.kind],
+        found.round,
+        f"{found.target:.3g}",
+        draft,
+    )
     return "<tr>" + "".join(f"<td>{_text(str(cell))}</td>" for cell in cells) + "</tr>\n"
 
 
@@ -229,9 +233,7 @@ def _lane(name: str, run: Recording, scale: float, top: float) -> str:
         inner = [bar("other", found.begin, found.end)]
         # A gap of half a pixel keeps calls apart; it is taken from no bar's beginning.
         gap = 0.5 / scale
-        inner += [
-            bar(c.model, c.begin, max(c.end - gap, c.begin)) for c in found.calls
-        ]
+        inner += [bar(c.model, c.begin, max(c.end - gap, c.begin)) for c in found.calls]
         middle = MARGIN + (found.begin + found.end) / 2 * scale
         inner.append(
             f'<text x="{middle:.2f}" y="{bars + BAR + 13}" text-anchor="middle">{new}</text>'
@@ -242,7 +244,7 @@ def _lane(name: str, run: Recording, scale: float, top: float) -> str:
     return "".join([*drawn, "</g>"])
 
 
-def _said_of(number: int, calls: Iterable, seconds: float, new: int) -> str:
+def _said_of(number: int, calls: Iterable[ModelCall], seconds: float, new: int) -> str:
     lines = [f"round {number}, {seconds * 1e3:.3g} ms, tokens: {new}"]
     for model in ("draft", "target"):
         times = [call.end - call.begin for call in calls if call.model == model]
@@ -254,9 +256,7 @@ def _said_of(number: int, calls: Iterable, seconds: float, new: int) -> str:
 def _axis(last: float, scale: float, top: float) -> str:
     """Mark round numbers of milliseconds, 80 pixels apart at least."""
     least = 80 / scale * 1e3
-    step = next(
-        m * 10.0**e for e in range(-3, 9) for m in (1, 2, 5) if m * 10.0**e >= least
-    )
+    step = next(m * 10.0**e for e in range(-3, 9) for m in (1, 2, 5) if m * 10.0**e >= least)
     marks = []
     for i in range(int(last * 1e3 / step) + 1):
         x = MARGIN + i * step / 1e3 * scale

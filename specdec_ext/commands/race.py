@@ -1,6 +1,6 @@
 """``demo --race``: plain and speculative decoding side by side, at the times that they really took.
 
-Both runs are made first, in turns, each with the machine to itself and without a display; of each
+Both runs are made first, in turns, neither while the other runs, and without a display; of each
 the run of median time is then replayed. Short runs are replayed in slow motion, which the page says.
 """
 
@@ -45,7 +45,7 @@ def race(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> int:
     out.line()
     out.line(verdict(*runs), "strong")
     out.line("Times are those of runs that were made before, in turns, without a display;", "faint")
-    out.line("each had the machine to itself. Prompts are included.", "faint")
+    out.line("neither ran while the other did. Prompts are included.", "faint")
     return 0
 
 
@@ -57,8 +57,10 @@ def slow_motion(seconds: float) -> int:
 def verdict(plain: Recording, speculative: Recording) -> str:
     """Say who won."""
     factor = speculative.speed / plain.speed
-    count = "" if len(plain.tokens) == len(speculative.tokens) else (
-        f" (plain: {len(plain.tokens)} tokens)"
+    count = (
+        ""
+        if len(plain.tokens) == len(speculative.tokens)
+        else (f" (plain: {len(plain.tokens)} tokens)")
     )
     return (
         f"Speculative decoding: {factor:.2f} times the tokens a second, "

@@ -96,9 +96,7 @@ class Written(NamedTuple):
     draft: float | None
 
 
-def written(
-    pair: Pair, prompt: Prompt, run: Recording, temperature: float
-) -> list[Written]:
+def written(pair: Pair, prompt: Prompt, run: Recording, temperature: float) -> list[Written]:
     """List what a run wrote and replaced, with probabilities.
 
     They are found afterwards, by one call of each model on the whole text, so that no run's time
