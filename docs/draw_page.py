@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 PICTURE = Path(__file__).with_name("demo.png")
-SIZE = "1060,900"
+SIZE = "1060,1330"
 
 
 def take(page: Path, picture: Path, size: str = SIZE) -> None:

@@ -84,7 +84,13 @@ def recorded(pair):  # noqa: F811
 def test_a_recorded_run_is_the_run(recorded):
     models, prompt, args, plain, speculative = recorded
     expected, statistics = generate(
-        models.target, models.draft, prompt.ids, max_new_tokens=24, gamma=3, temperature=0.8, seeds=0
+        models.target,
+        models.draft,
+        prompt.ids,
+        max_new_tokens=24,
+        gamma=3,
+        temperature=0.8,
+        seeds=0,
     )
     assert speculative.tokens == expected[0, prompt.ids.shape[1] :].tolist()
     assert len(speculative.rounds) == statistics.rounds == speculative.calls("target")
@@ -143,7 +149,8 @@ def test_probabilities_are_those_of_the_run(recorded):
 def page_of(recorded, prompt: str = "a prompt", **changes) -> str:
     models, its, _, plain, speculative = recorded
     tokens = changes.pop("tokens", None) or runs.written(models, its, speculative, 0.8)
-    return html_page.page_of(prompt, tokens, plain, speculative, "settings", greedy=False, **changes)
+    both = (plain, speculative)
+    return html_page.page_of(prompt, tokens, *both, "settings", greedy=False, **changes)
 
 
 def test_the_page_has_every_token_and_round(recorded):
@@ -169,7 +176,8 @@ def test_the_page_loads_nothing(recorded):
 
 
 def test_what_looks_like_markup_is_text(recorded):
-    texts = ["</script><script>alert(1)</script>", '"><b>', "<!--", "&amp;", "{{rows}}", "a\x1b\x00"]
+    script = "</script><script>alert(1)</script>"
+    texts = [script, '"><b>', "<!--", "&amp;", "{{rows}}", "a\x1b\x00"]
     tokens = [
         runs.Written(Piece(ACCEPTED, i, text), 1, i, 0.5, None) for i, text in enumerate(texts)
     ]
@@ -272,8 +280,9 @@ const first = tokens[0];
 first.focus();
 document.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
 const said = [document.activeElement === tokens[1], !tip.hidden,
-  tip.textContent.includes("round " + tokens[1].dataset.round), tokens[0].tabIndex, tokens[1].tabIndex,
-  document.querySelectorAll(".token[title]").length, document.querySelectorAll(".round.same").length];
+  tip.textContent.includes("round " + tokens[1].dataset.round),
+  tokens[0].tabIndex, tokens[1].tabIndex, document.querySelectorAll(".token[title]").length,
+  document.querySelectorAll(".round.same").length];
 document.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
 rounds[0].dispatchEvent(new MouseEvent("mouseenter"));
 said.push(tip.textContent.startsWith("round 1,"),

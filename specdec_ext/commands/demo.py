@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-SECONDS = 15.0  # begin no further turn after this long at one temperature
+SECONDS = 12.0  # begin no further turn after this long at one temperature
 TURNS = 3  # of each way on each prompt; the one of median time counts
 LOSSLESS = rule_names(chains=True, lossless=True)
 SHOWN_LINES = 10  # of the prompt
@@ -496,7 +496,8 @@ def _table(out: Page, runs: list[Comparison], beside: Beside) -> None:
         f"  {count} prompt{_s(count)}, {emitted} greedy tokens each way, prompts included.",
         f"  For comparison, greedy, same prompts, in turns: generate() of transformers "
         f"{beside.theirs:.1f} tokens/s,",
-        f"  plain decoding here {beside.ours:.1f}; same tokens on {beside.same} of {beside.prompts}.",
+        f"  plain decoding here {beside.ours:.1f}; the same tokens on {beside.same} of "
+        f"{beside.prompts}.",
     ):
         out.line(note, "faint")
 

@@ -217,7 +217,7 @@ def _timeline(plain: Recording, speculative: Recording) -> str:
 
 
 def _lane(name: str, run: Recording, scale: float, top: float) -> str:
-    head = f"{name}: {len(run.tokens)} tokens, {run.seconds * 1e3:.4g} ms"
+    head = f"{name}: {len(run.tokens)} tokens, {run.seconds * 1e3:,.1f} ms"
     drawn = [f'<g id="{name}"><text x="{MARGIN}" y="{top + 14}">{head}</text>']
     bars = top + 22
 
