@@ -174,8 +174,6 @@ def _text_until(rounds: Timed, now: float) -> Any:
 
 def _gauge(rounds: Timed, run: Recording, now: float, fastest: float, width: int) -> Any:
     """Draw tokens a second so far, against the faster run's mean."""
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
     from rich.text import Text
 
     written = sum(
@@ -183,7 +181,6 @@ def _gauge(rounds: Timed, run: Recording, now: float, fastest: float, width: int
     )
     speed = run.speed if now >= run.seconds else written / now if now else 0.0
     done = "  done" if now >= run.seconds else ""
-    return Group(
-        ProgressBar(total=fastest, completed=min(speed, fastest), width=width),
-        Text(f"{written:4d} tokens, {speed:.1f} a second{done}"),
-    )
+    full = round(width * min(speed / fastest, 1.0))
+    bar = Text("━" * full, "bold").append("━" * (width - full), "dim")
+    return bar.append(f"\n{written:4d} tokens, {speed:.1f} a second{done}", "not dim not bold")
