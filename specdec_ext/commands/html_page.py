@@ -104,8 +104,8 @@ def page_of(
     count = {kind: sum(found.piece.kind == kind for found in tokens) for kind in KINDS}
     labels = _labels(tokens, names or {})
     notes = [
-        "Both ways were run in turns, neither while the other did; shown is the run of median "
-        "time of each.",
+        "Both ways were run in turns, neither while the other did; shown is the turn of median "
+        "factor.",
         "Probabilities are those of temperature 1: decoding was greedy."
         if greedy
         else "Probabilities are those at the temperature of the run.",

@@ -1,7 +1,7 @@
 """``demo --race``: plain and speculative decoding side by side, at the times that they really took.
 
-Both runs are made first, in turns, neither while the other runs, and without a display; of each
-the run of median time is then replayed. Short runs are replayed in slow motion, which is said.
+Both runs are made first, in turns, neither while the other runs, and without a display; the
+turn of median factor is then replayed. Short runs are replayed in slow motion, which is said.
 """
 
 from __future__ import annotations

@@ -60,18 +60,16 @@ def _record(pair: Pair, prompt: Prompt, draft: Any, args: argparse.Namespace) ->
 def both_ways(
     pair: Pair, prompt: Prompt, args: argparse.Namespace, turns: int = TURNS
 ) -> tuple[Recording, Recording]:
-    """Decode plainly and speculatively in turns, each alone; give the run of median time of each.
+    """Decode plainly and speculatively in turns, each alone; give the turn of median factor.
 
-    One more turn goes before, which is not counted: what is made once is made there.
+    Both are of one turn, so that a machine whose load changes is fair to both. One more turn goes
+    before, which is not counted: what is made once is made there.
     """
-    runs: tuple[list[Recording], list[Recording]] = ([], [])
-    for turn in range(turns + 1):
-        for kind, draft in zip(runs, (None, pair.drafter), strict=True):
-            found = _record(pair, prompt, draft, args)
-            if turn:
-                kind.append(found)
-    plain, speculative = (sorted(kind, key=lambda run: run.seconds)[turns // 2] for kind in runs)
-    return plain, speculative
+    runs = [
+        (_record(pair, prompt, None, args), _record(pair, prompt, pair.drafter, args))
+        for _ in range(turns + 1)
+    ]
+    return sorted(runs[1:], key=lambda turn: turn[0].seconds / turn[1].seconds)[turns // 2]
 
 
 class Written(NamedTuple):
