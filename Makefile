@@ -55,7 +55,7 @@ endif
 
 $(READY): pyproject.toml setup.py
 	$(PY) -m pip install --quiet $(if $(ACTIVE),,$(TORCH)) $(BUILD_TOOLS)
-	$(PY) -m pip install --quiet --no-build-isolation -e '.[hf,triton,bench,dev]'
+	$(PY) -m pip install --quiet --no-build-isolation -e '.[hf,triton,bench,dev,race]'
 	@mkdir -p $(@D) && touch $@
 
 SOURCES := $(foreach type,cpp h cu cuh,$(wildcard csrc/*.$(type) csrc/*/*.$(type)))

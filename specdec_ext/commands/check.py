@@ -8,7 +8,7 @@ between a call on several tokens and calls on fewer, they tie to its precision; 
 
 A draft whose token ids stand for other tokens than the target's changes no output, and is of no
 use: the two tokenizers are compared first, where the draft's checkpoint has one. A target that is
-named without a draft is checked with `LookupDrafter`.
+named without a draft is checked with `SuffixDrafter`.
 """
 
 from __future__ import annotations
@@ -153,13 +153,6 @@ def compare(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> Iter
                 )
 
 
-def _draft(pair: Pair) -> Any:
-    """Return what drafts: the pair's model, or copies of the text where a target came alone."""
-    from ..decoding import LookupDrafter
-
-    return LookupDrafter() if pair.draft is None else pair.draft
-
-
 def _decode(
     pair: Pair, prompts: list[Prompt], temperature: float, gamma: int, args: argparse.Namespace
 ) -> list[list[int]]:
@@ -170,7 +163,7 @@ def _decode(
     tokens: list[list[int]] = [[] for _ in prompts]
     for burst in stream(
         pair.target,
-        _draft(pair) if gamma else None,
+        pair.drafter if gamma else None,
         ids,
         attention_mask=mask,
         max_new_tokens=args.max_new_tokens,

@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +32,7 @@ from .frame import (
 )
 from .page import ACCEPTED, REPLACED, TARGET, Page
 from .pair import Pair, Prompt, find_pair, load_named
+from .pieces import Piece, Reader, pieces_of, shown
 from .prompt_files import HELP, read_prompts
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-SECONDS = 15.0  # begin no further prompt after this long at one temperature
+SECONDS = 12.0  # begin no further turn after this long at one temperature
+TURNS = 3  # of each way on each prompt; the one of median time counts
 LOSSLESS = rule_names(chains=True, lossless=True)
 SHOWN_LINES = 10  # of the prompt
-VISIBLE = {"\n": "↵", "\t": "→", " ": "·"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="put each of these into the tokenizer's chat template"
     )
-    add_json_argument(parser)
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--race",
+        action="store_true",
+        help="show plain and speculative decoding of one prompt side by side instead",
+    )
+    kinds.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page with every token and round of one prompt's decoding instead",
+    )
+    add_json_argument(kinds)
 
 
 @command("demo")
@@ -79,8 +91,25 @@ def run(args: argparse.Namespace) -> int:
     pair, prompts = load_named(args, texts=given, alone=True)
     if not prompts:
         raise ValueError("there are no prompts in the files of --prompts")
+    if args.race or args.html is not None:
+        return _show_one(pair, prompts[0], args)
     _warm_up(pair, prompts[0], args)
     return _show(pair, prompts, args)
+
+
+def _show_one(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> int:
+    """Show one prompt's decoding, as a race or on a page of its own; return the exit status."""
+    from .html_page import write_page
+    from .race import race
+
+    out = Page(sys.stdout)
+    _heading(out, pair, args)
+    if args.race:
+        return race(pair, prompt, args)
+    models = f"{prompt.name}, {' · '.join(_models(pair))} · {_settings(pair, args)}"
+    out.line(write_page(pair, prompt, args, models), "strong")
+    out.line(f"wrote {args.html}")
+    return 0
 
 
 def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
@@ -91,17 +120,45 @@ def _show(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
     temperatures = [0.0] if args.temperature < GREEDY_BELOW else [0.0, args.temperature]
     out.status("measuring ...")
     runs = [_compare(pair, prompts, temperature, args) for temperature in temperatures]
-    hugging_face = _transformers_speed(pair, prompts, args)
+    beside = runs[0].transformers
+    assert beside is not None  # the first is greedy
     greedy = _greedy_check(pair, prompts, runs[0], lossless=args.rule in LOSSLESS)
     out.status("")
-    _table(out, runs, hugging_face)
+    _table(out, runs, beside)
     _verdict(out, greedy)
     if args.json:
-        print_json(_report(args, pair, prompts, pieces, runs, hugging_face, greedy))
+        print_json(_report(args, pair, prompts, pieces, runs, beside, greedy))
     return 0 if greedy.explained else 1
 
 
 # --- measuring --------------------------------------------------------------------------------
+
+
+class Timed(NamedTuple):
+    """One call: its tokens, its time from outside, and its statistics, where it has some."""
+
+    tokens: list[int]
+    seconds: float
+    statistics: Statistics | None = None
+
+
+class Beside(NamedTuple):
+    """Plain decoding here and by transformers' own ``generate``: same prompts, in turns, greedy.
+
+    Attributes
+    ----------
+    theirs, ours : float
+        Tokens a second of whole calls, prompts included.
+    same : int
+        Prompts on which the tokens are the same.
+    prompts : int
+        Of how many.
+    """
+
+    theirs: float
+    ours: float
+    same: int
+    prompts: int
 
 
 @dataclass
@@ -115,6 +172,7 @@ class Comparison:
     alpha: float = math.nan
     plain_tokens: list[list[int]] = field(default_factory=list)
     speculative_tokens: list[list[int]] = field(default_factory=list)
+    transformers: Beside | None = None
 
     @property
     def speedup(self) -> float:
@@ -139,13 +197,6 @@ class Comparison:
         return walltime_factor(self.alpha, self.gamma, self.draft_cost)
 
 
-def _draft(pair: Pair) -> Any:
-    """Give the draft model; for a target alone a drafter that copies, and knows no other text."""
-    from ..decoding import SuffixDrafter
-
-    return SuffixDrafter() if pair.draft is None else pair.draft
-
-
 def _generate(
     pair: Pair,
     prompt: Prompt,
@@ -160,7 +211,7 @@ def _generate(
 
     sequences, statistics = generate(
         pair.target,
-        _draft(pair) if draft else None,
+        pair.drafter if draft else None,
         prompt.ids,
         max_new_tokens=args.max_new_tokens,
         gamma=args.gamma,
@@ -181,26 +232,78 @@ def _warm_up(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> None:
 def _compare(
     pair: Pair, prompts: list[Prompt], temperature: float, args: argparse.Namespace
 ) -> Comparison:
-    """Run every prompt both ways, taking turns, so that a busy machine is fair to both."""
-    totals: dict[bool, Statistics | None] = {False: None, True: None}
-    tokens: dict[bool, list[list[int]]] = {False: [], True: []}
+    """Run every prompt every way, taking turns, so that a busy machine is fair to all.
+
+    Of several turns, the one of median time counts. Transformers' own ``generate`` takes part where
+    decoding is greedy: sampled, it would write another text.
+    """
+    ways: dict[str, Callable[[Prompt], Timed]] = {
+        "plain": lambda prompt: _timed(pair, prompt, args, draft=False, temperature=temperature),
+        "speculative": lambda prompt: _timed(
+            pair, prompt, args, draft=True, temperature=temperature
+        ),
+    }
+    if temperature < GREEDY_BELOW:
+        ways["transformers"] = lambda prompt: _by_transformers(pair, prompt, args)
+    runs: dict[str, list[Timed]] = {name: [] for name in ways}
     begin = time.perf_counter()
     for prompt in prompts:
-        if time.perf_counter() - begin > SECONDS:
-            break
-        for draft in (False, True):
-            new, found = _generate(pair, prompt, args, draft=draft, temperature=temperature)
-            tokens[draft].append(new)
-            total = totals[draft]
-            totals[draft] = found if total is None else total + found
-    plain, speculative = totals[False], totals[True]
-    assert plain is not None and speculative is not None
-    alpha = math.nan  # a draft without probabilities has none
-    if pair.draft is not None:
-        alpha = mean_overlap(pair, prompts, tokens[True], temperature)
+        turns: dict[str, list[Timed]] = {name: [] for name in ways}
+        for _ in range(TURNS):
+            if time.perf_counter() - begin > SECONDS:
+                break
+            for name, decode in ways.items():
+                turns[name].append(decode(prompt))
+        for name, found in turns.items():
+            if found:
+                median = sorted(found, key=lambda run: run.seconds)[len(found) // 2]
+                runs[name].append(median)
+    tokens = {name: [run.tokens for run in found] for name, found in runs.items()}
     return Comparison(
-        temperature, args.gamma, plain, speculative, alpha, tokens[False], tokens[True]
+        temperature,
+        args.gamma,
+        _together(runs["plain"]),
+        _together(runs["speculative"]),
+        mean_overlap(pair, prompts, tokens["speculative"], temperature),
+        tokens["plain"],
+        tokens["speculative"],
+        _beside(runs["transformers"], runs["plain"]) if "transformers" in runs else None,
     )
+
+
+def _timed(
+    pair: Pair, prompt: Prompt, args: argparse.Namespace, *, draft: bool, temperature: float
+) -> Timed:
+    begin = time.perf_counter()
+    tokens, statistics = _generate(pair, prompt, args, draft=draft, temperature=temperature)
+    return Timed(tokens, time.perf_counter() - begin, statistics)
+
+
+def _by_transformers(pair: Pair, prompt: Prompt, args: argparse.Namespace) -> Timed:
+    """Run the target's own ``generate``, greedy."""
+    begin = time.perf_counter()
+    found = pair.target.generate(
+        prompt.ids,
+        attention_mask=torch.ones_like(prompt.ids),
+        do_sample=False,
+        max_new_tokens=args.max_new_tokens,
+    )
+    tokens = found[0, prompt.ids.shape[1] :].tolist()  # waits for the device
+    return Timed(tokens, time.perf_counter() - begin)
+
+
+def _together(runs: list[Timed]) -> Statistics:
+    """Count runs together."""
+    found = [run.statistics for run in runs if run.statistics is not None]
+    return sum(found[1:], start=found[0])
+
+
+def _beside(theirs: list[Timed], ours: list[Timed]) -> Beside:
+    def speed(runs: list[Timed]) -> float:
+        return sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs)
+
+    same = sum(a.tokens == b.tokens for a, b in zip(theirs, ours, strict=True))
+    return Beside(speed(theirs), speed(ours), same, len(ours))
 
 
 def mean_overlap(
@@ -221,6 +324,11 @@ def mean_overlap(
         What came behind each prompt.
     temperature : float
         Of both laws.
+
+    Returns
+    -------
+    float
+        NaN for a pair without a draft, where there is no q.
     """
 
     def rows(prompt: Prompt, new: list[int]) -> tuple[Tensor, Tensor]:
@@ -230,27 +338,11 @@ def mean_overlap(
         target, draft = (model(input_ids=text).logits[0, first:] for model in models)
         return target, draft
 
+    if pair.draft is None:
+        return math.nan
     texts = zip(prompts, tokens, strict=False)
     with torch.inference_mode():
         return acceptance_rate((rows(*text) for text in texts), temperature=temperature).mean
-
-
-def _transformers_speed(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> float:
-    """Return the tokens a second of the target's own ``generate``, greedy, prompts included."""
-    seconds, tokens = 0.0, 0
-    for prompt in prompts[:3]:
-        begin = time.perf_counter()
-        found = pair.target.generate(
-            prompt.ids,
-            attention_mask=torch.ones_like(prompt.ids),
-            do_sample=False,
-            max_new_tokens=args.max_new_tokens,
-        )
-        if pair.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds += time.perf_counter() - begin
-        tokens += found.shape[1] - prompt.ids.shape[1]
-    return tokens / seconds if seconds > 0 else math.nan
 
 
 class Difference(NamedTuple):
@@ -302,56 +394,6 @@ def _greedy_check(
     return Greedy(len(compared), sum(map(len, compared)), lossless, differences)
 
 
-# --- the text ---------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """A token of the completion, and who wrote it."""
-
-    kind: str
-    token: int
-    text: str
-
-
-class Reader:
-    """Turns tokens into text one by one; bytes of an unfinished character wait for the rest."""
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self.tokens = list(prompt)[-8:]
-        self.read = len(self.tokens)
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def peek(self, token: int) -> str:
-        """Return the text that a token would add."""
-        before = self._decode(self.tokens)
-        return self._decode([*self.tokens, token])[len(before) :]
-
-    def push(self, token: int) -> str:
-        """Add a token; return the text that is now complete."""
-        before = self._decode(self.tokens[: self.read])
-        self.tokens.append(token)
-        after = self._decode(self.tokens)
-        if after.endswith("\ufffd") and len(self.tokens) - self.read < 4:
-            return ""
-        self.read = len(self.tokens)
-        if self.read > 32:
-            self.tokens, self.read = self.tokens[-8:], 8
-        return after[len(before) :]
-
-
-def shown(text: str) -> str:
-    """Return a replaced token's text on one line; one of nothing but space shows its characters."""
-    if text.isspace():
-        return "".join(VISIBLE.get(character, character) for character in text)
-    return text.replace("\n", VISIBLE["\n"])
-
-
 # --- what the page says -----------------------------------------------------------------------
 
 
@@ -364,18 +406,25 @@ def size_of(model: Any) -> str:
     return f"{shape}, {millions:,.1f} M parameters"
 
 
-def _heading(out: Page, pair: Pair, args: argparse.Namespace) -> None:
+def _models(pair: Pair) -> tuple[str, str]:
+    draft = "SuffixDrafter(), copies of the text" if pair.draft is None else size_of(pair.draft)
+    return f"target  {size_of(pair.target)}", f"draft   {draft}"
+
+
+def _settings(pair: Pair, args: argparse.Namespace) -> str:
     count = torch.get_num_threads()
     threads = f", {count} thread{_s(count)}" if pair.device.type == "cpu" else ""
-    out.line()
-    out.line(f"target  {size_of(pair.target)}", "strong")
-    draft = "SuffixDrafter(), copies of the text" if pair.draft is None else size_of(pair.draft)
-    out.line(f"draft   {draft}", "strong")
-    out.line(
+    return (
         f"rule {args.rule}, gamma {args.gamma}, temperature {args.temperature:g}, "
-        f"{pair.device.type}{threads}",
-        "faint",
+        f"{pair.device.type}{threads}"
     )
+
+
+def _heading(out: Page, pair: Pair, args: argparse.Namespace) -> None:
+    out.line()
+    for line in _models(pair):
+        out.line(line, "strong")
+    out.line(_settings(pair, args), "faint")
     if pair.mismatch is not None:
         out.line(pair.mismatch, "strong")
 
@@ -399,14 +448,9 @@ def _completion(out: Page, pair: Pair, prompt: Prompt, args: argparse.Namespace)
 
     def show(bursts: list[Burst]) -> None:
         for burst in bursts:
-            for i, token in enumerate(burst.tokens):
-                if i == burst.accepted and burst.replaced is not None:
-                    text = reader.peek(burst.replaced)
-                    pieces.append(Piece(REPLACED, burst.replaced, text))
-                    out.text(shown(text), REPLACED)
-                kind = ACCEPTED if i < burst.accepted else TARGET
-                pieces.append(Piece(kind, token, reader.push(token)))
-                out.text(pieces[-1].text, kind)
+            for piece in pieces_of(burst, reader):
+                pieces.append(piece)
+                out.text(shown(piece.text) if piece.kind == REPLACED else piece.text, piece.kind)
         out.flush()
 
     _generate(pair, prompt, args, draft=True, temperature=args.temperature, on_round=show)
@@ -420,7 +464,7 @@ def _completion(out: Page, pair: Pair, prompt: Prompt, args: argparse.Namespace)
     return pieces
 
 
-def _table(out: Page, runs: list[Comparison], hugging_face: float) -> None:
+def _table(out: Page, runs: list[Comparison], beside: Beside) -> None:
     label, first, second = 28, 11, 13
 
     def row(name: str, cells: Iterable[tuple[str, str]]) -> None:
@@ -461,7 +505,10 @@ def _table(out: Page, runs: list[Comparison], hugging_face: float) -> None:
         "* (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)), c the cost of a draft call:",
         "  Leviathan et al. 2023, Theorem 3.8, where a target call costs 1 on any length.",
         f"  {count} prompt{_s(count)}, {emitted} greedy tokens each way, prompts included.",
-        f"  For comparison, the generate() of transformers, greedy: {hugging_face:.1f} tokens/s.",
+        f"  For comparison, greedy, same prompts, in turns: generate() of transformers "
+        f"{beside.theirs:.1f} tokens/s,",
+        f"  plain decoding here {beside.ours:.1f}; the same tokens on {beside.same} of "
+        f"{beside.prompts}.",
     ):
         out.line(note, "faint")
 
@@ -501,7 +548,7 @@ def _report(
     prompts: list[Prompt],
     pieces: list[Piece],
     runs: list[Comparison],
-    hugging_face: float,
+    beside: Beside,
     greedy: Greedy,
 ) -> dict[str, Any]:
     """Return what the page says, for programs."""
@@ -537,7 +584,8 @@ def _report(
             }
             for run in runs
         ],
-        "transformers_generate_tokens_per_second": hugging_face,
+        "transformers_generate_tokens_per_second": beside.theirs,
+        "beside_transformers": beside._asdict(),
         "greedy": {
             "identical": not greedy.differences,
             "prompts": greedy.prompts,

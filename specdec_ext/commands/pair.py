@@ -53,6 +53,13 @@ class Pair:
         return difference(self.tokenizer, self.draft_tokenizer)
 
     @property
+    def drafter(self) -> Any:
+        """What drafts: the draft, or copies of the text where a target came alone."""
+        from ..decoding import SuffixDrafter
+
+        return SuffixDrafter() if self.draft is None else self.draft
+
+    @property
     def device(self) -> torch.device:
         """Where the target is."""
         device: torch.device = self.target.device

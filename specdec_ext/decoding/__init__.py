@@ -29,7 +29,7 @@ from .policies import (
 from .renewal import RenewalRule
 from .stats import Statistics
 from .thresholds import MovingThreshold
-from .tracing import RoundTrace
+from .tracing import RoundRecord, RoundTrace
 from .trees import GrownTree, StaticTree, sequoia_tree
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "NoDrafter",
     "RenewalRule",
     "Requests",
+    "RoundRecord",
     "RoundTrace",
     "StackedDrafter",
     "StaticTree",

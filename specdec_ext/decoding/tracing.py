@@ -1,15 +1,21 @@
-"""A trace of `generate` in the terminal: what each round kept, and what the target put instead."""
+"""A trace of `generate`: what each round kept and what the target put instead, printed or kept.
+
+`RoundTrace` prints rounds as they come, `RoundRecord` keeps them with their times.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any, TextIO
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TextIO
+
+import torch
 
 from .chain_generation import Burst
 from .checks import shown
 
-__all__ = ["RoundTrace"]
+__all__ = ["ModelCall", "RecordedRound", "RoundRecord", "RoundTrace"]
 
 GREEN, RED_STRUCK, BOLD, PLAIN = "\x1b[32m", "\x1b[31;9m", "\x1b[1m", "\x1b[0m"
 
@@ -80,3 +86,124 @@ class RoundTrace:
     def _text(self, token: int) -> str:
         """Return a token as text in quotes, so that spaces and line ends show."""
         return repr(self.tokenizer.decode([token]))
+
+
+class ModelCall(NamedTuple):
+    """One call of a model, in seconds since the record began.
+
+    Attributes
+    ----------
+    model : str
+        ``"target"`` or ``"draft"``.
+    begin, end : float
+        When.
+    """
+
+    model: str
+    begin: float
+    end: float
+
+
+class RecordedRound(NamedTuple):
+    """One round, in seconds since the record began.
+
+    Attributes
+    ----------
+    begin, end : float
+        When: a round begins where the one before it ends, the first with the record.
+    bursts : list of Burst
+        What it added.
+    calls : list of ModelCall
+        The calls of the models in it, in order.
+    """
+
+    begin: float
+    end: float
+    bursts: list[Burst]
+    calls: list[ModelCall]
+
+
+class RoundRecord:
+    """Keeps every round of `specdec_ext.generate` with its time, and the models' calls in it.
+
+    Give it to ``on_round`` within its own context, which begins the clock. Calls of the models that
+    it is given are timed by hooks; on a CUDA device each of them is waited for, which keeps host
+    and device from overlapping.
+
+    Parameters
+    ----------
+    target, draft : torch.nn.Module, optional
+        Models whose calls are timed. What is no module (None, a drafter without a model) has none.
+
+    Raises
+    ------
+    ValueError
+        The target and the draft are one object, whose calls could not be told apart.
+
+    Examples
+    --------
+    >>> from specdec_ext.decoding import Burst, RoundRecord
+    >>> with RoundRecord() as record:
+    ...     record([Burst(0, [1, 2], accepted=1, replaced=7, logprobs=[-1.0, -1.0])])
+    >>> len(record.rounds), record.rounds[0].bursts[0].tokens, record.rounds[0].calls
+    (1, [1, 2], [])
+    """
+
+    def __init__(self, target: Any = None, draft: Any = None) -> None:
+        if target is draft and target is not None:
+            raise ValueError("RoundRecord: target and draft must be two objects, got one")
+        models = {"target": target, "draft": draft}
+        self.rounds: list[RecordedRound] = []
+        self._models = {n: m for n, m in models.items() if isinstance(m, torch.nn.Module)}
+        self._calls: list[ModelCall] = []
+        self._hooks: list[Any] = []
+        self._origin = time.perf_counter()
+
+    def __enter__(self) -> RoundRecord:
+        """Begin the clock."""
+        self.rounds.clear()
+        self._calls.clear()
+        for name, model in self._models.items():
+            begun, ended = self._around(name)
+            self._hooks += [
+                model.register_forward_pre_hook(begun),
+                model.register_forward_hook(ended),
+            ]
+        self._origin = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Time no further calls."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __call__(self, bursts: Sequence[Burst]) -> None:
+        """Keep what a round added."""
+        begin = self.rounds[-1].end if self.rounds else 0.0
+        calls, self._calls = self._calls, []
+        self.rounds.append(RecordedRound(begin, self._now(), list(bursts), calls))
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    def _around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return what is called before and after a model's call."""
+        begins: list[float] = []
+
+        def begun(model: Any, given: Any) -> None:
+            _wait_for(model)
+            begins.append(self._now())
+
+        def ended(model: Any, given: Any, output: Any) -> None:
+            _wait_for(model)
+            self._calls.append(ModelCall(name, begins.pop(), self._now()))
+
+        return begun, ended
+
+
+def _wait_for(model: torch.nn.Module) -> None:
+    """Wait for a model's CUDA device, if it is on one."""
+    parameter = next(model.parameters(), None)
+    if parameter is not None and parameter.is_cuda:
+        torch.cuda.synchronize(parameter.device)
