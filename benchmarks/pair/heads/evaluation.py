@@ -14,7 +14,8 @@ from typing import Any
 
 import common
 import torch
-from bench_generate import PLAIN, Run, by_turns, ratio_error, timed
+from bench_generate import PLAIN, by_turns, ratio_error
+from contestants import Run, timed
 from transformers import AutoModelForCausalLM
 
 import specdec_ext
