@@ -18,6 +18,7 @@ import bench_grammar as bench  # noqa: E402
 TINY = "--runs 3 --batch 2 --timed 2".split()
 
 
+@pytest.mark.thorough
 def test_smoke(tmp_path, capsys):
     assert bench.main([*TINY, "--out", str(tmp_path / "record")]) == 0
     records = json.loads((tmp_path / "record.json").read_text())["records"]
@@ -36,6 +37,7 @@ def test_what_is_wrong_is_not_timed():
         bench.check_greedy({"a": writer(1, 2), "b": writer(1, 3)})
 
 
+@pytest.mark.thorough
 def test_texts_that_are_not_valid_are_counted(monkeypatch):
     monkeypatch.setattr(bench.example, "is_valid", lambda text, schema: False)
     assert bench.main("--runs 1 --timed 2".split()) == 1

@@ -315,6 +315,7 @@ def test_the_race_as_text(pair):  # noqa: F811
         assert said in done.stdout
 
 
+@pytest.mark.thorough
 def test_no_colour_is_text(pair):  # noqa: F811
     text = on_terminal(pair, "--race", NO_COLOR="1")
     assert "\x1b[3" not in text and "«accepted»" in text
