@@ -48,11 +48,13 @@ def test_the_shipped_pair(capsys, prompts):
         "the draft, gamma RenewalRule()",
         "LookupDrafter(), gamma 2",
         "LookupDrafter(), gamma RenewalRule()",
+        "SuffixDrafter(), gamma 2",
+        "SuffixDrafter(), gamma RenewalRule()",
     ]
     assert ("Use " in said) != ("Leave it off: " in said)
     assert bench.run(options(*few, "--json", "--drafter", "lookup", "--temperature", 0.8)) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [c["name"] for c in found["contestants"]] == [row.split("  ")[1] for row in rows[2:]]
+    assert [c["name"] for c in found["contestants"]] == [row.split("  ")[1] for row in rows[2:4]]
     assert found["best"] in [c["name"] for c in found["contestants"]]
     assert found["speed"]["mean"] > 0 and found["plain_tokens_per_second"] > 0
     assert found["tokenizers"] is None and found["call"].startswith("generate(target, LookupDraft")
@@ -73,6 +75,8 @@ def test_a_target_alone_takes_the_short_prompts(capsys):
         bench.PLAIN,
         "LookupDrafter(), gamma 2",
         "LookupDrafter(), gamma RenewalRule()",
+        "SuffixDrafter(), gamma 2",
+        "SuffixDrafter(), gamma RenewalRule()",
     ]
 
 
@@ -81,7 +85,8 @@ def test_the_calls_that_it_names_are_calls():
     target, draft = random_pair(noise=0.02)
     pair = Pair(target, draft, None, [])
     ids = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
-    names = {name: getattr(specdec_ext.decoding, name) for name in ("LookupDrafter", "RenewalRule")}
+    makers = ("LookupDrafter", "SuffixDrafter", "RenewalRule")
+    names = {name: getattr(specdec_ext.decoding, name) for name in makers}
     names |= {"generate": specdec_ext.generate, "target": target, "draft": draft, "input_ids": ids}
     for contestant in bench.contestants(pair, options("--gamma", 1, 3)):
         result = eval(contestant.code, names)

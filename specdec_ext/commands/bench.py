@@ -54,7 +54,7 @@ PROMPTS = (
 )
 CHECKED = 2  # prompts whose greedy output is compared before anything is timed
 PLAIN = "plain"
-DRAFTERS = {"model": "the draft", "lookup": "LookupDrafter()"}
+DRAFTERS = {"model": "the draft", "lookup": "LookupDrafter()", "suffix": "SuffixDrafter()"}
 SURE = 2.0  # standard errors
 
 
@@ -186,10 +186,14 @@ def _report(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
 
 def contestants(pair: Pair, args: argparse.Namespace) -> list[Contestant]:
     """List plain decoding, then each drafter at each length and under the renewal rule."""
-    from ..decoding import LookupDrafter, RenewalRule
+    from ..decoding import LookupDrafter, RenewalRule, SuffixDrafter
 
-    drafts: dict[str, Callable[[], Any]] = {"model": lambda: pair.draft, "lookup": LookupDrafter}
-    codes = {"model": "draft", "lookup": "LookupDrafter()"}
+    drafts: dict[str, Callable[[], Any]] = {
+        "model": lambda: pair.draft,
+        "lookup": LookupDrafter,
+        "suffix": SuffixDrafter,
+    }
+    codes = {**DRAFTERS, "model": "draft"}
     call = "generate(target, {}, input_ids, gamma={})"
     there = [name for name in drafts if name != "model" or pair.draft is not None]
     field = [Contestant(PLAIN, lambda: None, 1, "generate(target, None, input_ids)")]
