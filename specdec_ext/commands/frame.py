@@ -101,7 +101,7 @@ def add_generation_arguments(
 
 
 def add_json_argument(
-    parser: argparse.ArgumentParser, text: str = "print one JSON object instead"
+    parser: argparse._ActionsContainer, text: str = "print one JSON object instead"
 ) -> None:
     """Declare ``--json``."""
     parser.add_argument("--json", action="store_true", help=text)
