@@ -55,6 +55,7 @@ def test_a_reversed_task(tmp_path, capsys, monkeypatch):
     assert found["words"][0] != found["words"][1]
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path, capsys):
     write_task(tmp_path / "tasks" / "words", {"train": 80, "valid": 8, "test": 8})
     work = ["words", "--work", str(tmp_path / "work")]
