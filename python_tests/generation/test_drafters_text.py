@@ -547,7 +547,7 @@ class WatchedStack(StackedDrafter):
     def select(self, rows, indices):
         super().select(rows, indices)
         if hasattr(self, "round"):
-            tokens, _, kinds, _ = self.round
+            tokens, kinds = self.round.tokens, self.round.kinds
             self.round = Draft(tokens[rows], None, None if kinds is None else kinds[rows])
 
     def commit(self, tokens, accepted):

@@ -505,10 +505,9 @@ def _table(out: Page, runs: list[Comparison], beside: Beside) -> None:
         "* (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)), c the cost of a draft call:",
         "  Leviathan et al. 2023, Theorem 3.8, where a target call costs 1 on any length.",
         f"  {count} prompt{_s(count)}, {emitted} greedy tokens each way, prompts included.",
-        f"  For comparison, greedy, same prompts, in turns: generate() of transformers "
-        f"{beside.theirs:.1f} tokens/s,",
-        f"  plain decoding here {beside.ours:.1f}; the same tokens on {beside.same} of "
-        f"{beside.prompts}.",
+        "  For comparison, greedy, same prompts, in turns: generate() of transformers makes",
+        f"  {beside.theirs:.1f} tokens/s, plain decoding here {beside.ours:.1f}; "
+        f"the same tokens on {beside.same} of {beside.prompts}.",
     ):
         out.line(note, "faint")
 
