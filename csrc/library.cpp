@@ -1,8 +1,8 @@
 // The schema of every operator of the `specdec` namespace, and nothing else.
 //
-// Shapes, laws and errors are documented once, in specdec_ext/ops.py. Arguments are in the order of
-// their roles: logits, what says which rows, tokens and entries of them count, what was drafted,
-// randomness, sampling parameters, the rule, what to report.
+// Shapes, laws and errors are documented once, in specdec_ext/ops.py and beams.py. Arguments are
+// in the order of their roles: logits, what says which rows, tokens and entries of them count, what
+// was drafted, randomness, sampling parameters, the rule, what to report.
 #include <string>
 
 #include "torch/operators.h"

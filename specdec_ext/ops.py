@@ -18,16 +18,14 @@ be; ValueError for a wrong dtype, shape, combination of arguments or a number ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import _ops
-from ._fake import FAKES
+from ._calls import Floats, Ints, call, check_type, is_number, kind
 from .attention import wrong_pages
-from .backend import resolve
+from .beams import beam_verify
 from .contract import (
     CHAIN_RULES,
     STATUS_INVALID_DRAFT_TOKEN,
@@ -43,7 +41,6 @@ from .contract import (
     TreeMaskResult,
     VerifyResult,
     VerifyTreeResult,
-    rule_names,
 )
 
 __all__ = [
@@ -73,138 +70,8 @@ __all__ = [
     "verify_tree",
 ]
 
-Floats: TypeAlias = "Tensor | float | Sequence[float] | None"
-Ints: TypeAlias = "Tensor | int | Sequence[int] | None"
-
 #: Names that `verify` takes as its rule.
 RULES = CHAIN_RULES
-_RULES_WITHOUT_RANDOMNESS = rule_names(ignores_sampling=True)
-
-
-# -------------------------------------------------------------------------------------------------
-# Arguments
-# -------------------------------------------------------------------------------------------------
-
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_SAMPLING_OF_BOTH = (*_SAMPLING, *(f"draft_{name}" for name in _SAMPLING))
-
-#: What an argument of a schema's type must be, in words and in Python.
-_WANTED: dict[str, tuple[str, tuple[type, ...]]] = {
-    "Tensor": ("a Tensor", (Tensor,)),
-    "Optional[Tensor]": ("a Tensor or None", (Tensor, type(None))),
-    "int": ("an int", (int, Integral)),
-    "float": ("a number", (float, int, Real)),
-    "Optional[float]": ("a number or None", (float, int, Real, type(None))),
-    "bool": ("a bool", (bool,)),
-    "str": ("a str", (str,)),
-}
-
-
-def _schema_types(op: str) -> dict[str, str]:
-    arguments = getattr(_ops.ops, op).default._schema.arguments
-    return {argument.name: str(argument.type) for argument in arguments}
-
-
-#: Operator by operator: the arguments that are passed on, with their types, and those that may be
-#: numbers and become tensors. From the schemas in csrc/library.cpp.
-_PASSED_ON = {
-    op: {name: t for name, t in _schema_types(op).items() if name not in _SAMPLING_OF_BOTH}
-    for op in FAKES
-}
-_EXPANDED = {op: [n for n in _SAMPLING_OF_BOTH if n in _schema_types(op)] for op in FAKES}
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def _is_number(value: object, integral: bool = False) -> bool:
-    types = (int, Integral) if integral else (float, int, Real)
-    return isinstance(value, types) and not isinstance(value, bool)
-
-
-def _check_type(op: str, name: str, value: object, wanted: str) -> None:
-    words, types = _WANTED[wanted]
-    # A bool is no number here, though it is an int to Python.
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise TypeError(f"{op}: {name} must be {words}, got {_kind(value)}")
-
-
-def _per_request(op: str, name: str, value: Any, batch: int, device: torch.device) -> Tensor | None:
-    """Make a number or a sequence a [B] tensor, float32 or for top_k int64. Tensors stay as is."""
-    if value is None or isinstance(value, Tensor):
-        return value
-    integral = name.endswith("top_k")
-    dtype = torch.int64 if integral else torch.float32
-    if _is_number(value, integral):
-        return torch.full((batch,), value, dtype=dtype, device=device)
-    if isinstance(value, (list, tuple)) and all(_is_number(v, integral) for v in value):
-        return torch.tensor(value, dtype=dtype, device=device)
-    number = "an int" if integral else "a number"
-    raise TypeError(
-        f"{op}: {name} must be a Tensor, {number}, a list or tuple of them, or None, "
-        f"got {_kind(value)}"
-    )
-
-
-def _batch(tensor: Tensor) -> int:
-    # A 0-d tensor is refused by the operator, which names the shape it wants.
-    return tensor.shape[0] if tensor.dim() > 0 else 1
-
-
-def _randomness(
-    op: str,
-    arguments: dict[str, Any],
-    generator: torch.Generator | None,
-    batch: int,
-    device: torch.device,
-) -> None:
-    """Put fresh seeds and positions where the caller gave no randomness and the rule needs it."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"{op}: generator must be a torch.Generator or None, got {_kind(generator)}"
-        )
-    for given in ("uniforms", "seeds"):
-        if arguments[given] is not None:
-            if generator is not None:
-                raise ValueError(f"{op}: generator must be None where {given} are given")
-            return
-    if arguments.get("rule") in _RULES_WITHOUT_RANDOMNESS:
-        return
-    if generator is None:  # its own call: only this one traces with a symbolic batch
-        seeds = torch.randint(2**63 - 1, (batch,), dtype=torch.int64, device=device)
-    else:
-        where = generator.device
-        seeds = torch.randint(
-            2**63 - 1, (batch,), dtype=torch.int64, device=where, generator=generator
-        ).to(device)
-    arguments["seeds"] = seeds
-    if arguments["positions"] is None:
-        arguments["positions"] = torch.zeros(batch, dtype=torch.int64, device=device)
-
-
-def _call(
-    op: str,
-    backend: str,
-    requests: Tensor,
-    arguments: dict[str, Any],
-    generator: torch.Generator | None = None,
-) -> Any:
-    """Run an operator: types checked, numbers made tensors, randomness drawn where there is none.
-
-    ``arguments``, all that the schema names, change in place; ``requests`` is the one of them that
-    has a row for each request.
-    """
-    for name, wanted in _PASSED_ON[op].items():
-        _check_type(op, name, arguments[name], wanted)
-    batch, device = _batch(requests), next(iter(arguments.values())).device
-    operators = resolve(op, backend, device)
-    if "uniforms" in arguments:
-        _randomness(op, arguments, generator, batch, device)
-    for name in _EXPANDED[op]:
-        arguments[name] = _per_request(op, name, arguments[name], batch, device)
-    return getattr(operators, op)(**arguments)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -293,7 +160,7 @@ def row_law(
         **dict(logits=logits, allowed_mask=allowed_mask),
         **dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
     }
-    return RowLaw(*_call("row_law", backend, logits, arguments))
+    return RowLaw(*call("row_law", backend, logits, arguments))
 
 
 def sample(
@@ -412,7 +279,7 @@ def sample(
         **dict(draft_index=draft_index, domain=domain, stream=stream),
         **dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
     }
-    return SampleResult(*_call("sample", backend, logits, arguments, generator))
+    return SampleResult(*call("sample", backend, logits, arguments, generator))
 
 
 def verify(
@@ -656,7 +523,7 @@ def verify(
         **dict(rule=rule, lenience=lenience, beta=beta, tau=tau, epsilon=epsilon, delta=delta),
         **dict(full_accept_probs=full_accept_probs, raw_logprobs=raw_logprobs),
     }
-    return VerifyResult(*_call("verify", backend, draft_tokens, arguments, generator))
+    return VerifyResult(*call("verify", backend, draft_tokens, arguments, generator))
 
 
 def verify_tree(
@@ -839,7 +706,7 @@ def verify_tree(
         **dict(draft_top_p=draft_top_p, draft_min_p=draft_min_p),
         **dict(rule=rule, raw_logprobs=raw_logprobs),
     }
-    return VerifyTreeResult(*_call("verify_tree", backend, tokens, arguments, generator))
+    return VerifyTreeResult(*call("verify_tree", backend, tokens, arguments, generator))
 
 
 def acceptance(
@@ -916,7 +783,7 @@ def acceptance(
         **dict(draft_temperature=draft_temperature, draft_top_k=draft_top_k),
         **dict(draft_top_p=draft_top_p, draft_min_p=draft_min_p),
     }
-    found: Tensor = _call("acceptance", backend, target_logits, arguments)
+    found: Tensor = call("acceptance", backend, target_logits, arguments)
     return found
 
 
@@ -966,7 +833,7 @@ def uniforms(
             [0.6029, 0.0513, 0.7861]], dtype=torch.float64)
     """
     arguments = dict(seeds=seeds, positions=positions, n=n, stream=stream)
-    found: Tensor = _call("uniforms", backend, seeds, arguments)
+    found: Tensor = call("uniforms", backend, seeds, arguments)
     return found
 
 
@@ -1024,7 +891,7 @@ def tree_mask(parents: Tensor, *, backend: str = "auto") -> TreeMaskResult:
     >>> tree.depths
     tensor([[ 0,  1,  1,  2, -1]])
     """
-    found = TreeMaskResult(*_call("tree_mask", backend, parents, dict(parents=parents)))
+    found = TreeMaskResult(*call("tree_mask", backend, parents, dict(parents=parents)))
     if parents.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = found.status.nonzero()[:, 0].tolist()
         if wrong:
@@ -1092,145 +959,17 @@ def compact_kv(
     arguments = dict(
         k_cache=k_cache, v_cache=v_cache, path=path, num_accepted=num_accepted, seq_lens=seq_lens
     )
-    status: Tensor = _call("compact_kv", backend, seq_lens, arguments)
+    status: Tensor = call("compact_kv", backend, seq_lens, arguments)
     return status
-
-
-def beam_verify(
-    target_logits: Tensor,
-    scores: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    gamma: int,
-    *,
-    eos_token_ids: Tensor | None = None,
-    rule: str = "bound",
-    log_probs: bool = False,
-    backend: str = "auto",
-) -> BeamVerifyResult:
-    """Decide levels of a beam search by the target: several with one target call.
-
-    Beam search keeps the W hypotheses ("live beams") of the highest sums of log-probabilities and
-    continues each by every token. Here a draft has searched ahead: its beams are a tree below the
-    live ones, the target has computed the rows of all its nodes in one call, and as many levels are
-    decided as those rows allow, at least one. The result is exactly that of beam search by the
-    target alone, whatever the draft; its scores are not read.
-
-    A call's last decided live beams are the next call's first: scores go into `scores`, the tokens
-    to ``tokens[:, :W]``. A search begins with one beam of score 0.
-
-    Rules, of when a level after the first is decided:
-
-    - ``bound`` (default): no live beam is missing from the tree, or W continuations of the others
-      that are no EOS token have scores above the best missing beam's. Log-probabilities are at most
-      0, so that nothing behind a missing beam can have a higher score than the beam.
-    - ``subset``: no live beam is missing from the tree. For rows that may hold values above 0.
-
-    Parameters
-    ----------
-    target_logits : Tensor
-        ``[B, N, V]`` raw logits, float32, bfloat16 or float16, unit stride on V; row v is the law
-        after node v. Rows of places without a beam are not read.
-    scores : Tensor
-        ``[B, W]`` float32, nats, 1 <= W <= 64: the scores of the live beams, best first; -inf for
-        no beam.
-    tokens : Tensor
-        ``[B, N]`` int32 or int64, W <= N <= 1024. Those of the live beams are ignored. An EOS token
-        is never reached.
-    parents : Tensor
-        ``[B, N]`` int32 or int64: -1 for nodes 0 .. W-1, which are the live beams, and for padding;
-        else the node that a node continues, below its own index.
-    gamma : int
-        In [0, 1024): levels of the tree below the live beams. At most gamma + 1 are decided.
-    eos_token_ids : Tensor, optional
-        ``[E]`` int32 or int64: tokens that end a hypothesis.
-    rule : str
-        See above.
-    log_probs : bool
-        target_logits holds log-probabilities, which are added as they are: those of a softmax that
-        processors have changed since, as transformers does. With values above 0 only "subset" is
-        exact.
-    backend : {"auto", "cpu", "cuda", "triton", "reference"}
-        "auto" follows the tensors' device; an explicit choice never falls back.
-
-    Returns
-    -------
-    BeamVerifyResult
-        ``tokens``, ``parents``, ``nodes`` [B, G+1, W] int64 and ``scores`` [B, G+1, W] float32, by
-        level: each live beam's last token, the place of the beam before it in the level before, its
-        node in the tree or -1, and its score; best first, then -1 and -inf.
-        ``finished_tokens``, ``finished_parents`` [B, G+1, W] int64 and ``finished_scores``
-        [B, G+1, W] float32: the hypotheses that ended in the level, those among the best W of all
-        continuations, without a length penalty.
-        ``num_levels`` [B] int32: decided levels. 0 where there is no live beam, or no law.
-        ``status`` [B] int32: ``STATUS_`` bits. 1: a row that was needed has no law (NaN, +inf or
-        nothing but -inf); what was decided before it stands. 2: a draft token outside [0, V) other
-        than -1, which is never reached. 8: a score of NaN or +inf, taken as no beam. 16: parents
-        that are no tree of beams: nothing is drafted.
-
-    Raises
-    ------
-    TypeError
-        An argument that is neither a tensor nor what it should be.
-    ValueError
-        A wrong dtype, shape or stride; W, N or gamma out of range; an unknown rule.
-
-    See Also
-    --------
-    verify_tree : the same for sampling and for greedy decoding.
-
-    Notes
-    -----
-    A continuation of score s by token t has score ``s + ((l_t - max) - log z)``, each operation and
-    log z rounded to float32, as transformers computes it. Equal scores are ordered by place, then
-    by token. Hypotheses that end leave their place to the next continuation, so that W beams live
-    on; a length penalty, limits of length and the end of the search are the caller's and need
-    decided levels only. docs/design.md, "Beam search", says where transformers differs.
-
-    References
-    ----------
-    Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", arXiv
-    2211.17192, appendix A.4: the subset rule, and "a more elaborate procedure", here the bound.
-
-    Examples
-    --------
-    >>> import torch, specdec_ext
-    >>> logits = torch.tensor([[.6, .3, .1], [.1, .2, .7], [.5, .3, .2], [.2, .7, .1]]).log()
-    >>> scores = torch.tensor([[0.0, -torch.inf]])  # a search begins: one beam of two
-    >>> tokens = torch.tensor([[0, 0, 0, 1]])  # nodes 2 and 3 continue it by tokens 0 and 1
-    >>> parents = torch.tensor([[-1, -1, 0, 0]])
-    >>> found = specdec_ext.beam_verify(logits[None], scores, tokens, parents, 1)
-    >>> found.num_levels  # both are the target's best: its second level is decided too
-    tensor([2], dtype=torch.int32)
-    >>> found.tokens[0]
-    tensor([[0, 1],
-            [0, 1]])
-    >>> found.parents[0]  # in the second level 0 continues 0, and 1 continues 1
-    tensor([[0, 0],
-            [0, 1]])
-    >>> found.scores[0, 1].exp()
-    tensor([0.3000, 0.2100])
-    """
-    arguments = dict(
-        target_logits=target_logits,
-        scores=scores,
-        tokens=tokens,
-        parents=parents,
-        gamma=gamma,
-        eos_token_ids=eos_token_ids,
-        rule=rule,
-        log_probs=log_probs,
-    )
-    return BeamVerifyResult(*_call("beam_verify", backend, target_logits, arguments))
 
 
 def _head_factor(name: str, factor: Any, q: Tensor) -> Tensor | None:
     """Make a factor of a cache a tensor."""
     if factor is None or isinstance(factor, Tensor):
         return factor
-    if not _is_number(factor):
+    if not is_number(factor):
         raise TypeError(
-            f"tree_attention: {name} must be a Tensor, a number or None, got {_kind(factor)}"
+            f"tree_attention: {name} must be a Tensor, a number or None, got {kind(factor)}"
         )
     return torch.full((1,), float(factor), dtype=torch.float32, device=q.device)
 
@@ -1376,8 +1115,8 @@ def tree_attention(
     >>> torch.equal(paged, out)
     True
     """
-    _check_type("tree_attention", "return_lse", return_lse, "bool")
-    _check_type("tree_attention", "q", q, "Tensor")
+    check_type("tree_attention", "return_lse", return_lse, "bool")
+    check_type("tree_attention", "q", q, "Tensor")
     factors = dict(k_scale=k_scale, v_scale=v_scale)
     arguments = {
         **dict(q=q, k_cache=k_cache, v_cache=v_cache, ancestors=ancestors),
@@ -1385,7 +1124,7 @@ def tree_attention(
         **{name: _head_factor(name, factor, q) for name, factor in factors.items()},
         **dict(scale=scale, soft_cap=soft_cap, window=window),
     }
-    found = TreeAttentionResult(*_call("tree_attention", backend, seq_lens, arguments))
+    found = TreeAttentionResult(*call("tree_attention", backend, seq_lens, arguments))
     if block_table is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = wrong_pages(block_table, seq_lens, k_cache, q.shape[1], window).nonzero().tolist()
         if wrong:

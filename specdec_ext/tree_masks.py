@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .ops import _check_type, _is_number, _kind
+from ._calls import check_type, is_number, kind
 
 __all__ = ["LAYOUTS", "dense_tree_mask", "tree_mask_mod", "tree_position_ids"]
 
@@ -34,7 +34,7 @@ MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _check_ancestors(op: str, ancestors: Tensor) -> None:
-    _check_type(op, "ancestors", ancestors, "Tensor")
+    check_type(op, "ancestors", ancestors, "Tensor")
     if ancestors.dtype != torch.int64 or ancestors.dim() != 3:
         raise ValueError(
             f"{op}: ancestors must be [B, N, ceil(N/64)] int64, "
@@ -44,10 +44,10 @@ def _check_ancestors(op: str, ancestors: Tensor) -> None:
 
 def _lengths(op: str, prefix_lens: Tensor | int, batch: int, device: torch.device) -> Tensor:
     """Make prefix lengths ``[B]`` int64."""
-    if _is_number(prefix_lens, integral=True):
+    if is_number(prefix_lens, integral=True):
         return torch.full((batch,), int(prefix_lens), dtype=torch.int64, device=device)
     if not isinstance(prefix_lens, Tensor):
-        raise TypeError(f"{op}: prefix_lens must be a Tensor or an int, got {_kind(prefix_lens)}")
+        raise TypeError(f"{op}: prefix_lens must be a Tensor or an int, got {kind(prefix_lens)}")
     if prefix_lens.shape != (batch,) or prefix_lens.is_floating_point():
         raise ValueError(
             f"{op}: prefix_lens must be [B] = [{batch}] integers, got {list(prefix_lens.shape)} "
@@ -71,11 +71,11 @@ def _check_prefix(
             raise ValueError(
                 f"{op}: expected prefix_lens and prefix_width, or prefix_mask, got neither"
             )
-        _check_type(op, "prefix_width", prefix_width, "int")
+        check_type(op, "prefix_width", prefix_width, "int")
         if prefix_width < 0:
             raise ValueError(f"{op}: prefix_width must be at least 0, got {prefix_width}")
         return
-    _check_type(op, "prefix_mask", prefix_mask, "Tensor")
+    check_type(op, "prefix_mask", prefix_mask, "Tensor")
     if prefix_lens is not None or prefix_width is not None:
         raise ValueError(f"{op}: expected prefix_lens and prefix_width, or prefix_mask, got both")
     if prefix_mask.dim() != 2 or prefix_mask.shape[0] != batch:
@@ -298,7 +298,7 @@ def tree_position_ids(depths: Tensor, prefix_lens: Tensor | int) -> Tensor:
     tensor([[7, 8, 8, 9, 7]])
     """
     op = "tree_position_ids"
-    _check_type(op, "depths", depths, "Tensor")
+    check_type(op, "depths", depths, "Tensor")
     if depths.dim() != 2 or depths.dtype != torch.int64:
         raise ValueError(
             f"{op}: depths must be [B, N] int64, "

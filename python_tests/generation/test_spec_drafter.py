@@ -16,11 +16,11 @@ from transformers import (
 
 from specdec_ext.decoding import Counts
 from specdec_ext.models import spec_drafter as module
+from specdec_ext.models.prefix_cache import block_mask
 from specdec_ext.models.spec_drafter import (
     MASKED,
     SpecDrafter,
     SpecDrafterConfig,
-    block_mask,
 )
 
 SOURCE = torch.tensor([[7, 8, 9, 3, 1], [4, 5, 1, 0, 0], [6, 2, 3, 1, 0]])

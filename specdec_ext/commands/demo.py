@@ -207,19 +207,10 @@ def _generate(
     on_round: Callable[[list[Burst]], None] | None = None,
 ) -> tuple[list[int], Statistics]:
     """Return the new tokens and their statistics."""
-    from ..decoding import generate
+    from .runs import decode
 
-    sequences, statistics = generate(
-        pair.target,
-        pair.drafter if draft else None,
-        prompt.ids,
-        max_new_tokens=args.max_new_tokens,
-        gamma=args.gamma,
-        temperature=temperature,
-        rule=args.rule if draft else "block",
-        seeds=args.seed,
-        on_round=on_round,
-    )
+    drafter = pair.drafter if draft else None
+    sequences, statistics = decode(pair, prompt, drafter, args, temperature, on_round)
     return sequences[0, prompt.ids.shape[1] :].tolist(), statistics
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import GREEDY_BELOW
-from ..decoding import RoundRecord, generate
+from ..decoding import Burst, RoundRecord, generate
+from ..decoding.chain_generation import GeneratedPair
 from ..decoding.tracing import RecordedRound
 from .page import REPLACED
 from .pair import Pair, Prompt
 from .pieces import Piece, Reader, pieces_of
 
-__all__ = ["Recording", "Written", "both_ways", "written"]
+__all__ = ["Recording", "Written", "both_ways", "decode", "written"]
 
 TURNS = 3
 
@@ -41,19 +43,31 @@ class Recording(NamedTuple):
         return sum(call.model == model for found in self.rounds for call in found.calls)
 
 
+def decode(
+    pair: Pair,
+    prompt: Prompt,
+    draft: Any,
+    args: argparse.Namespace,
+    temperature: float,
+    on_round: Callable[[list[Burst]], None] | None = None,
+) -> GeneratedPair:
+    """Complete a prompt as the options say; plainly where the draft is None."""
+    return generate(
+        pair.target,
+        draft,
+        prompt.ids,
+        max_new_tokens=args.max_new_tokens,
+        gamma=args.gamma,
+        temperature=temperature,
+        rule=args.rule if draft is not None else "block",
+        seeds=args.seed,
+        on_round=on_round,
+    )
+
+
 def _record(pair: Pair, prompt: Prompt, draft: Any, args: argparse.Namespace) -> Recording:
     with RoundRecord(pair.target, draft) as record:
-        generate(
-            pair.target,
-            draft,
-            prompt.ids,
-            max_new_tokens=args.max_new_tokens,
-            gamma=args.gamma,
-            temperature=args.temperature,
-            rule=args.rule if draft is not None else "block",
-            seeds=args.seed,
-            on_round=record,
-        )
+        decode(pair, prompt, draft, args, args.temperature, record)
     return Recording(record.rounds, record.rounds[-1].end)
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._calls import EXPANDED, PASSED_ON
 from ..backend import cpu_capability
-from ..ops import _EXPANDED, _PASSED_ON
 from .exchange import Exchange
 from .parts import NAME, as_bytes
 
@@ -111,7 +111,7 @@ def agree(exchange: Exchange, local: Local | Exception) -> Tensor:
         ``[W, 3]`` int64: where the ranks' parts begin, and their widths, target's and draft's.
     """
     mine = local if isinstance(local, Exception) else None
-    names = [*_PASSED_ON["verify"], *_EXPANDED["verify"]]
+    names = [*PASSED_ON["verify"], *EXPANDED["verify"]]
     facts = {} if isinstance(local, Exception) else local.facts
     own = [0, 0, 0] if isinstance(local, Exception) else [local.start, *local.widths()]
     numbers = [int(mine is not None), *own, *facts.values()]

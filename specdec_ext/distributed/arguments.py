@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import triton
+from .._calls import EXPANDED, PASSED_ON, check_type, per_request
 from .._ops import ops
-from ..ops import _EXPANDED, _PASSED_ON, _check_type, _per_request
 from .agreement import ROWS, Local, facts_of
 from .parts import NAME
 
@@ -99,10 +99,10 @@ def _runs_on_triton(device: torch.device) -> bool:
 def prepare(given: dict[str, Any], vocab_start: int | None, on_triton: bool) -> Local:
     """Check what one rank can check alone, and make numbers tensors."""
     arguments = {name: _to_local(name, value) for name, value in given.items()}
-    for name, wanted in _PASSED_ON["verify"].items():
-        _check_type(NAME, name, arguments[name], wanted)
+    for name, wanted in PASSED_ON["verify"].items():
+        check_type(NAME, name, arguments[name], wanted)
     if vocab_start is not None:
-        _check_type(NAME, "vocab_start", vocab_start, "int")
+        check_type(NAME, "vocab_start", vocab_start, "int")
         if vocab_start < 0:
             raise ValueError(f"{NAME}: vocab_start must be at least 0, got {vocab_start}")
     tokens, device = arguments["draft_tokens"], arguments["target_logits"].device
@@ -110,8 +110,8 @@ def prepare(given: dict[str, Any], vocab_start: int | None, on_triton: bool) -> 
     if on_triton:
         triton.check_device(NAME, device)
     batch = tokens.shape[0] if tokens.dim() > 0 else 1
-    for name in _EXPANDED["verify"]:
-        arguments[name] = _per_request(NAME, name, arguments[name], batch, device)
+    for name in EXPANDED["verify"]:
+        arguments[name] = per_request(NAME, name, arguments[name], batch, device)
     # The mask is of the whole vocabulary, whose size no rank knows yet.
     ops._prepare_verify(**{**for_operator(arguments), "allowed_mask": None})
     law = [n for n in ("draft_logits", "draft_probs") if arguments[n] is not None]

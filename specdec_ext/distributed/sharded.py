@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._calls import Floats, Ints
 from .._ops import ops
 from ..contract import VerifyResult
-from ..ops import Floats, Ints
 from .agreement import Local, agree
 from .arguments import for_operator, group_of, prepare
 from .exchange import Exchange, numbered

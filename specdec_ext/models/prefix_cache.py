@@ -1,4 +1,7 @@
-"""Keys and values of the prefixes that a block drafter has read, for rows of unequal length."""
+"""Keys and values of the prefixes that a block drafter has read, and what sees which of them.
+
+Rows may be of unequal length.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..decoding.counts import Counts
 
-__all__ = ["PrefixCache"]
+__all__ = ["PrefixCache", "block_mask"]
 
 
 class PrefixCache(Cache):
@@ -128,3 +131,46 @@ class PrefixCache(Cache):
         self._buffers = [
             None if both is None else (both[0][rows], both[1][rows]) for both in self._buffers
         ]
+
+
+def block_mask(known: Tensor, lengths: Tensor, new: int, block: int, width: int) -> Tensor:
+    """Say what attends to what in a call of the decoder.
+
+    The tokens of a prefix are causal: each sees the prefix up to itself, and no slot of a block, so
+    that what they give can be cached. A slot sees the whole prefix of its row and every slot of the
+    block, itself and those behind it included.
+
+    Parameters
+    ----------
+    known : Tensor
+        ``[b]`` int64, the tokens of each row that were run in earlier calls.
+    lengths : Tensor
+        ``[b]`` int64, the tokens of each row's prefix, those of this call included.
+    new : int
+        Columns of this call that are tokens; a row with fewer has padding behind them.
+    block : int
+        k, the slots.
+    width : int
+        Columns of keys that belong to prefixes: column t is token t of its row.
+
+    Returns
+    -------
+    Tensor
+        ``[b, new + k, width + k]`` bool.
+
+    Examples
+    --------
+    One token is known, one is new, and there are two slots:
+
+    >>> block_mask(torch.tensor([1]), torch.tensor([2]), new=1, block=2, width=2).int()
+    tensor([[[1, 1, 0, 0],
+             [1, 1, 1, 1],
+             [1, 1, 1, 1]]], dtype=torch.int32)
+    """
+    columns = torch.arange(width, device=known.device)
+    last_seen = known[:, None] + torch.arange(new, device=known.device)  # by a token: itself
+    of_tokens = columns <= last_seen[..., None]
+    of_slots = (columns < lengths[:, None, None]).expand(-1, block, -1)
+    prefix = torch.cat([of_tokens, of_slots], 1)
+    slots = torch.arange(new + block, device=known.device) >= new
+    return torch.cat([prefix, slots[:, None].expand(len(known), -1, block)], 2)

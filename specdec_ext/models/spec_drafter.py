@@ -28,9 +28,9 @@ from transformers.models.t5.modeling_t5 import (
 from ..decoding.checks import integer
 from ..decoding.counts import Counts
 from ..tree_masks import additive_mask
-from .prefix_cache import PrefixCache
+from .prefix_cache import PrefixCache, block_mask
 
-__all__ = ["MASKED", "BlockState", "SpecDrafter", "SpecDrafterConfig", "block_mask"]
+__all__ = ["MASKED", "BlockState", "SpecDrafter", "SpecDrafterConfig"]
 
 #: In ``block_ids``: a slot that holds [MASK].
 MASKED = -1
@@ -119,49 +119,6 @@ class BlockState:
         self.prefix.select(rows, list(indices))
         if len(self.source):
             self.source.batch_select_indices(rows)
-
-
-def block_mask(known: Tensor, lengths: Tensor, new: int, block: int, width: int) -> Tensor:
-    """Say what attends to what in a call of the decoder.
-
-    The tokens of a prefix are causal: each sees the prefix up to itself, and no slot of a block, so
-    that what they give can be cached. A slot sees the whole prefix of its row and every slot of the
-    block, itself and those behind it included.
-
-    Parameters
-    ----------
-    known : Tensor
-        ``[b]`` int64, the tokens of each row that were run in earlier calls.
-    lengths : Tensor
-        ``[b]`` int64, the tokens of each row's prefix, those of this call included.
-    new : int
-        Columns of this call that are tokens; a row with fewer has padding behind them.
-    block : int
-        k, the slots.
-    width : int
-        Columns of keys that belong to prefixes: column t is token t of its row.
-
-    Returns
-    -------
-    Tensor
-        ``[b, new + k, width + k]`` bool.
-
-    Examples
-    --------
-    One token is known, one is new, and there are two slots:
-
-    >>> block_mask(torch.tensor([1]), torch.tensor([2]), new=1, block=2, width=2).int()
-    tensor([[[1, 1, 0, 0],
-             [1, 1, 1, 1],
-             [1, 1, 1, 1]]], dtype=torch.int32)
-    """
-    columns = torch.arange(width, device=known.device)
-    last_seen = known[:, None] + torch.arange(new, device=known.device)  # by a token: itself
-    of_tokens = columns <= last_seen[..., None]
-    of_slots = (columns < lengths[:, None, None]).expand(-1, block, -1)
-    prefix = torch.cat([of_tokens, of_slots], 1)
-    slots = torch.arange(new + block, device=known.device) >= new
-    return torch.cat([prefix, slots[:, None].expand(len(known), -1, block)], 2)
 
 
 class _BlockDecoder(T5PreTrainedModel):

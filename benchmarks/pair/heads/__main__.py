@@ -29,7 +29,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 import common  # noqa: E402
 
-from pair.heads.evaluation import KINDS, evaluate, table, trained_heads  # noqa: E402
+from pair.heads.evaluation import KINDS, WIDTHS, evaluate, table, trained_heads  # noqa: E402
 from pair.heads.sources import Rows, Source, open_source  # noqa: E402
 from pair.heads.training import Options, train  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
@@ -141,7 +141,7 @@ def record_head(given: argparse.Namespace, trained: dict[str, Any]) -> str:
         f"# Decoding heads of {given.target}", "",
         f"{given.texts} texts that training did not see, {given.new_tokens} new tokens each, one at"
         f" a time and by turns, on {torch.get_num_threads()} threads. In brackets, standard errors"
-        " over the texts. Trees are of the widths 4, 2, 2.", "",
+        f" over the texts. Trees are of the widths {', '.join(map(str, WIDTHS))}.", "",
     ]  # fmt: skip
     for name, facts in trained.items():
         losses = ", ".join(f"{loss:.2f}" for loss in facts["parts"])
