@@ -85,7 +85,8 @@ def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> di
         for g in options.gamma:
             rival = theirs(pair, setting, new, g, lookup=True, stops=True)
             found[f"transformers, lookup {g}"] = rival
-            if pair.draft is not None:
+            # transformers' assisted generation takes no draft with a reduced vocabulary.
+            if pair.draft is not None and not hasattr(pair.draft, "draft_token_ids"):
                 found[f"transformers, model {g}"] = theirs(pair, setting, new, g, stops=True)
     return found
 

@@ -169,7 +169,7 @@ def fault_of_command(words: list[str]) -> str | None:
         path, *options = rest
         if not (ROOT / path).exists():
             return f"no file {path}"
-        own = [path, *(["setup.py"] if path == "setup.py" else [])]
+        own = [path, f"{path}/__main__.py"]
         text = "".join((ROOT / name).read_text() for name in own if (ROOT / name).is_file())
         given = [word for word in options if word.startswith("--") and word != "--inplace"]
         return next((f"{path} has no {word}" for word in given if f'"{word}"' not in text), None)

@@ -144,6 +144,8 @@ def load_pair(
         import transformers
     except ImportError as error:
         raise ImportError("needs transformers: pip install 'specdec_ext[hf]'") from error
+    from ..models import draft_llama  # noqa: F401, makes its kind of draft known to transformers
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # Half precision is slow on most CPUs, and greedy choices then tie.

@@ -1,4 +1,4 @@
-"""The training of heads: resumable, ended by steps or the clock, last weights averaged."""
+"""The training of heads and drafts: resumable, ended by steps or time, last weights averaged."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pair.heads.sources import Rows
 from pair.seq2seq.schedule import Pace, lr_factor
 from pair.seq2seq.training import CHECKPOINTS, Checkpoints, average_weights
 
-Loss = Callable[[Any, Rows], tuple[Tensor, Tensor]]
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor]]
+Optimizers = Callable[[Any], list[torch.optim.Optimizer]]
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ class Report:
 
 def train(
     heads: nn.Module,
-    rows: Callable[[int], Rows],
+    rows: Callable[[int], Any],
     loss_of: Loss,
     pace: Pace,
     options: Options,
     folder: Path,
     on_step: Callable[[int], None] | None = None,
+    optimizers: Optimizers | None = None,
 ) -> Report:
     """Train heads in place, from their last checkpoint where there is one; average the weights.
 
@@ -72,6 +73,8 @@ def train(
         For checkpoints; one of another training is refused with a ValueError.
     on_step : callable, optional
         Called with the number of every step that is done; what it raises ends the session.
+    optimizers : callable, optional
+        Makes the optimizers, each with its rate at its height. None: AdamW for all.
 
     Returns
     -------
@@ -82,11 +85,18 @@ def train(
     identity = {**asdict(options), "shape": shape, "steps": pace.steps, "seconds": pace.seconds}
     checkpoints = Checkpoints(folder, identity)
     learned = [parameter for parameter in heads.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=options.peak_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    if optimizers is None:
+        used: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(learned, lr=options.peak_lr, betas=(0.9, 0.95), weight_decay=0.0)
+        ]
+    else:
+        used = optimizers(heads)
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in used]
     step, means, before = 0, None, 0.0
     if (state := checkpoints.load(learned[0].device)) is not None:
         heads.load_state_dict(state["heads"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(used, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         step, means, before = state["step"], state["means"], state["progress"]
         pace.used += state["seconds"]
     heads.train()
@@ -95,16 +105,18 @@ def train(
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
     ) as bar:  # fmt: skip
         while before < 1.0:
-            optimizer.param_groups[0]["lr"] = options.peak_lr * lr_factor(
-                before, options.warmup, options.cooldown
-            )
+            for optimizer, peak in zip(used, peaks, strict=True):
+                optimizer.param_groups[0]["lr"] = peak * lr_factor(
+                    before, options.warmup, options.cooldown
+                )
             loss, parts = loss_of(heads, rows(step))
             if not math.isfinite(loss.item()):
                 raise FloatingPointError(f"{options.kind}: the loss of step {step} is {loss}")
             loss.backward()
             nn.utils.clip_grad_norm_(learned, options.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in used:
+                optimizer.step()
+                optimizer.zero_grad()
             # A text may be too short for the last heads: they keep what they had.
             known = parts if means is None else torch.where(parts.isnan(), means, parts)
             means = known if means is None else torch.where(
@@ -115,7 +127,7 @@ def train(
             if int(after * CHECKPOINTS) > int(before * CHECKPOINTS):
                 state = {
                     "heads": heads.state_dict(),
-                    "optimizer": optimizer.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in used],
                     "step": step,
                     "means": means,
                     "progress": after,

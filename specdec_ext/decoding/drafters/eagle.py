@@ -13,6 +13,7 @@ from ..checks import shown
 from ..counts import Counts
 from ..trees import StaticTree, TreeDraft, draft_grown, draft_nothing, draft_static
 from . import Draft, GoOn, Requests
+from .interface import over_the_target
 from .tree import Branches, NodeMasks
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class EagleDrafter:
         if found is None:
             return Draft(positions.new_empty(len(positions), 0))
         row, state, going = found
-        token_ids = self.head.draft_token_ids if self.head.is_reduced else None
+        token_ids = self._token_ids
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
         for i in range(gamma):
@@ -206,10 +207,12 @@ class EagleDrafter:
 
     def _over_the_target(self, rows: Tensor) -> Tensor:
         """Give entries of rows ``[..., Vd]`` the places of their tokens, ``[..., V]``."""
-        if not self.head.is_reduced:
-            return rows
-        whole = rows.new_full((*rows.shape[:-1], self.head.config.vocab_size), -torch.inf)
-        return whole.index_copy(rows.dim() - 1, self.head.draft_token_ids, rows)
+        return over_the_target(rows, self._token_ids, self.head.config.vocab_size)
+
+    @property
+    def _token_ids(self) -> Tensor | None:
+        ids: Tensor | None = self.head.draft_token_ids if self.head.is_reduced else None
+        return ids
 
     def propose_tree(self, positions: Tensor) -> TreeDraft:
         """Draft a tree for each request; the layer runs all nodes of a level in one call."""

@@ -132,6 +132,12 @@ class HierarchicalDrafter(ModelDrafter):
             known = " or ".join(map(repr, OWN_RULES))
             raise ValueError(f"HierarchicalDrafter: rule must be {known}, got {rule!r}")
         super().__init__(model)
+        if self.token_ids is not None:
+            raise ValueError(
+                "HierarchicalDrafter: model must know all of the target's tokens, since it "
+                f"verifies what another drafter proposes, got {type(model).__name__} with "
+                f"{len(self.token_ids)} of them"
+            )
         drafter: Any = as_drafter(draft, "HierarchicalDrafter: draft")
         if reads_features(drafter):
             raise TypeError(

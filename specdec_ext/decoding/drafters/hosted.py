@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .interface import Requests
+from .interface import Requests, over_the_target
 
 if TYPE_CHECKING:
     from ..hosting import HostedModel
@@ -18,7 +18,9 @@ class ModelHost:
     Parameters
     ----------
     model : torch.nn.Module
-        A causal language model called as Hugging Face models are.
+        A causal language model called as Hugging Face models are. One with ``draft_token_ids``
+        ``[Vd]``, as `specdec_ext.models.draft_llama.DraftLlama` has, gives logits over these tokens
+        only.
     """
 
     def __init__(self, model: Any) -> None:
@@ -31,6 +33,24 @@ class ModelHost:
     def calls(self) -> int:
         """Model calls so far, prefill excluded."""
         return 0 if self._cached is None else self._cached.calls
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """``[Vd]`` int64, the target's token of each entry of a reduced vocabulary; None: all."""
+        from ..cache import described
+
+        found: Tensor | None = getattr(described(self.model), "draft_token_ids", None)
+        return found
+
+    def _over_the_target(self, rows: Tensor) -> Tensor:
+        """Give entries of rows ``[..., Vd]`` the places of their tokens, ``[..., V]``."""
+        ids = self.token_ids
+        if ids is None:
+            return rows
+        from ..cache import vocabulary_size
+
+        size = vocabulary_size(self.model)
+        return over_the_target(rows, ids, int(ids.max()) + 1 if size is None else size)
 
     def _begin(self, requests: Requests, trees: bool = False) -> None:
         """Take the prompts; what the first call appends, it runs behind them."""

@@ -33,6 +33,7 @@ __all__ = [
     "last_tokens",
     "lengthened",
     "asked_for_some",
+    "over_the_target",
     "check_draft",
     "reads_features",
     "without_padding",
@@ -86,6 +87,29 @@ class MaskNodes(Protocol):
         Tensor
             ``[B, m, V]``. The host waits for the device.
         """
+
+
+def over_the_target(rows: Tensor, token_ids: Tensor | None, size: int) -> Tensor:
+    """Give entries of rows over a reduced vocabulary the places of their tokens.
+
+    Parameters
+    ----------
+    rows : Tensor
+        ``[..., Vd]`` logits.
+    token_ids : Tensor or None
+        ``[Vd]`` int64, the target's token of each entry. None: these are the target's.
+    size : int
+        V, the width of the rows that are returned.
+
+    Returns
+    -------
+    Tensor
+        ``[..., V]``, -inf at tokens that have no entry.
+    """
+    if token_ids is None:
+        return rows
+    whole = rows.new_full((*rows.shape[:-1], size), -torch.inf)
+    return whole.index_copy(rows.dim() - 1, token_ids, rows)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,11 @@ class ModelDrafter(ModelHost):
     Parameters
     ----------
     model : torch.nn.Module
-        A causal language model called as Hugging Face models are, over the target's tokens.
+        A causal language model called as Hugging Face models are, over the target's tokens. If it
+        has ``draft_token_ids`` ``[Vd]``, as `specdec_ext.models.draft_llama.DraftLlama` has, its
+        logits are over these tokens only, and its law is passed on over them. Logits processors,
+        which work on the target's tokens, are left out of such a draft's law then: its tokens are
+        accepted less often, and the output's law is the same.
     """
 
     def __init__(self, model: Any) -> None:
@@ -88,6 +92,7 @@ class ModelDrafter(ModelHost):
         shared = 0 if prefix is None else int((prefix >= 0).all(0).sum())
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
+        process = self._requests.process if self.token_ids is None else None
         feed = self._missing
         if prefix is not None:
             tokens.append(prefix[:, :shared])
@@ -98,17 +103,15 @@ class ModelDrafter(ModelHost):
         going: Tensor | None = None  # [B], requests that propose more; None: all
         for i in range(shared, gamma):
             logits = self._cached.forward(feed, last_only=True)
-            if self._requests.process is not None:
-                logits = self._requests.process(
-                    logits, torch.cat([self._missing[:, :0], *tokens], 1)
-                )
+            if process is not None:
+                logits = process(logits, torch.cat([self._missing[:, :0], *tokens], 1))
             drawn = self._draw(logits[:, 0], positions, i)[:, 0]
             feed = prefix_or_drawn(prefix, drawn, i)[:, None]
             tokens.append(feed if going is None else torch.where(going[:, None], feed, -1))
             laws.append(logits)
             if go_on is None or i == gamma - 1:
                 continue
-            wanted = go_on(tokens[-1][:, 0], logits[:, 0])
+            wanted = go_on(tokens[-1][:, 0], self._over_the_target(logits[:, 0]))
             going = wanted if going is None else going & wanted
             if prefix is not None and i + 1 < prefix.shape[1]:
                 going |= prefix[:, i + 1] >= 0
@@ -121,12 +124,16 @@ class ModelDrafter(ModelHost):
         laws = laws[:1] * shared + laws  # no law is read of tokens that another drafter proposed
         if not self._requests.needs_law:
             return Draft(torch.cat(tokens, 1))
-        has_processed = self._requests.process is not None
-        return Draft(torch.cat(tokens, 1), torch.cat(laws, 1), masked=has_processed)
+        return Draft(
+            torch.cat(tokens, 1),
+            torch.cat(laws, 1),
+            token_ids=self.token_ids,
+            masked=process is not None,
+        )
 
     def _draw(self, logits: Tensor, positions: Tensor, i: int) -> Tensor:
         """Draw draft token ``i`` (0-based) of each row, ``[B, 1]``; -1 where a row has no law."""
-        return self._requests.draw(logits, positions, i)[:, None]
+        return self._requests.draw(logits, positions, i, self.token_ids)[:, None]
 
     def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Roll back what was rejected and note which tokens the cache lacks."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..counts import Counts
 from . import Draft, Drafter, Requests, as_drafter, check_distinct, reads_features
+from .interface import over_the_target
 from .restarted import Restarted
 
 __all__ = ["SeveralDrafters", "Share", "StackableDrafter"]
@@ -58,8 +59,7 @@ class Share(NamedTuple):
         logits, token_ids = self.draft.logits, self.draft.token_ids
         if logits is None or token_ids is None:
             return self
-        whole = logits.new_full((*logits.shape[:2], int(token_ids.max()) + 1), -torch.inf)
-        whole = whole.index_copy(2, token_ids, logits)
+        whole = over_the_target(logits, token_ids, int(token_ids.max()) + 1)
         return self._replace(draft=self.draft._replace(logits=whole, token_ids=None))
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> Share:

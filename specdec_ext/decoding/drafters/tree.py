@@ -155,7 +155,7 @@ class TreeDrafter(ModelHost):
             steps = torch.arange(lead + 1, device=tokens.device)
             seen = (steps[:, None] >= steps).expand(batch, -1, -1)
             depths = steps.expand(batch, -1)
-        return self._cached.forward_nodes(tokens, seen, depths)[:, -new:]
+        return self._over_the_target(self._cached.forward_nodes(tokens, seen, depths)[:, -new:])
 
     def _propose_static(self, tree: StaticTree, root: Tensor, positions: Tensor) -> TreeDraft:
         device = root.device

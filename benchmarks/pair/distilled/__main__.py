@@ -1,0 +1,210 @@
+"""Make a small draft for a chat model out of the model's own conversations.
+
+    python -m specdec_ext fetch smollm2
+    python benchmarks/pair/distilled texts smollm2 --budget 40      # it writes conversations
+    python benchmarks/pair/distilled train smollm2 --budget 60      # a draft learns from them
+    python benchmarks/pair/distilled evaluate smollm2               # alpha on what it did not see
+    python -m specdec_ext bench --target smollm2 --draft build/distilled/smollm2/draft
+
+The target is a folder with a causal chat model, or the name of one that was fetched. Nothing else
+is needed: no text, no network. `texts` and `train` given again go on where they were interrupted;
+`texts` may run several times at once, one ``--job`` of ``--jobs`` each, which suits a CPU, where
+one thread each writes more than several together. The first shard of conversations is kept for
+`evaluate`. docs/drafts.md tells what to expect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+import common  # noqa: E402
+
+from pair.distilled.measurement import measure, table  # noqa: E402
+from pair.distilled.texts import Plan, openings, read_shards, write_shards  # noqa: E402
+from pair.distilled.training import (  # noqa: E402
+    batches,
+    conversations,
+    distillation_loss,
+    frequent_tokens,
+    optimizers,
+)
+from pair.heads.training import Options, train  # noqa: E402
+from pair.seq2seq.schedule import Pace  # noqa: E402
+from specdec_ext.commands import fetch  # noqa: E402
+from specdec_ext.models.draft_llama import DraftLlama  # noqa: E402
+
+BUILD = HERE.parents[2] / "build" / "distilled"
+CARD = "training.json"  # beside the weights: how they were made
+# 3.2 M parameters with 8,192 tokens, 6.4 MB in bfloat16: few layers, since a call's time on a CPU
+# goes with their number.
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
+
+
+def folder_of(given: argparse.Namespace) -> Path:
+    """Return the target's folder."""
+    is_name = given.target in fetch.MODELS and not Path(given.target).is_dir()
+    folder = fetch.find(given.target) if is_name else Path(given.target)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"target must be a model's folder or name, got {given.target!r}")
+    return folder
+
+
+def work_of(given: argparse.Namespace) -> Path:
+    """Return where this target's conversations and draft lie."""
+    return given.work / Path(given.target).name
+
+
+def device_of(given: argparse.Namespace) -> torch.device:
+    """Return the device, and set the number of threads."""
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    return torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def run_texts(given: argparse.Namespace) -> int:
+    """Let the target write conversations."""
+    if not 0 <= given.job < given.jobs:
+        raise ValueError(f"--job must be in [0, {given.jobs}), got {given.job}")
+    device, folder = device_of(given), folder_of(given)
+    # Greedy choices then tie now and then; a draft does not care which way.
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{folder} must have a chat template, got a tokenizer without one")
+    plan = Plan(given.batch, answer_tokens=given.tokens, seed=given.seed)
+    shards = work_of(given) / "texts"
+    done = write_shards(
+        target, tokenizer, openings(given.prompts), plan, shards, given.job, given.jobs,
+        60.0 * given.budget, given.shards,
+    )  # fmt: skip
+    print(f"{shards}: {done} shards of {plan.batch} conversations by this job")
+    return 0
+
+
+def run_train(given: argparse.Namespace) -> int:
+    """Train a draft and save it in bfloat16."""
+    device = device_of(given)
+    shards = read_shards(work_of(given) / "texts")
+    if len(shards) < 2:
+        raise ValueError(f"training needs at least 2 shards (one is held out), got {len(shards)}")
+    texts = conversations(shards[1:])
+    target = AutoModelForCausalLM.from_pretrained(folder_of(given), dtype=torch.float32)
+    vocabulary = target.config.get_text_config().vocab_size
+    torch.manual_seed(given.seed)
+    known = frequent_tokens(texts, min(given.vocabulary, vocabulary), vocabulary)
+    draft = DraftLlama.from_target(target, known, **SHAPE).to(device).requires_grad_(True)
+    del target
+    pace = Pace(given.steps, None if given.steps else 60.0 * given.budget)
+    options = Options(given.target, "distilled", given.seed, given.batch, warmup=0.02)
+    folder = work_of(given) / "draft"
+    report = train(
+        draft, batches(texts, given.batch, given.seed, device), distillation_loss, pace, options,
+        work_of(given) / "training", optimizers=optimizers,
+    )  # fmt: skip
+    draft.to(torch.bfloat16).save_pretrained(folder)
+    tokens = sum(len(text.tokens) for text in texts)
+    facts = {
+        **common.machine_facts(), **asdict(report), "conversations": len(texts), "tokens": tokens,
+        "epochs": round(report.steps * given.batch / len(texts), 2),
+    }  # fmt: skip
+    (folder / CARD).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    entropy, acceptance, said = report.parts
+    print(
+        f"{folder}: {report.steps:,} steps, {facts['epochs']} epochs of {tokens:,} tokens, "
+        f"{report.seconds:.0f} s; on the last batches a cross entropy of {entropy:.2f} nats, alpha "
+        f"{acceptance:.2f} at T = 1, {said:.2f} nats on users' turns"
+    )
+    return 0
+
+
+def run_evaluate(given: argparse.Namespace) -> int:
+    """Say how often the draft and the target agree on conversations that it did not see."""
+    device, folder = device_of(given), work_of(given) / "draft"
+    if not (folder / CARD).is_file():
+        raise FileNotFoundError(f"{folder} has no draft: run `train` first")
+    draft = DraftLlama.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    texts = conversations(read_shards(work_of(given) / "texts")[:1])
+    records = measure(draft, texts, device)
+    card: dict[str, Any] = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    shown = table(records)
+    print(shown)
+    if given.record:
+        head = (
+            f"# A draft for {Path(given.target).name}, distilled\n\n{card['conversations']:,} "
+            f"conversations of the target's ({card['tokens']:,} tokens), {card['epochs']} epochs, "
+            f"{card['steps']:,} steps in {card['seconds'] / 60:.0f} minutes. Measured on "
+            f"{len(texts)} others."
+        )
+        facts = {**common.machine_facts(), "training": card}
+        common.write_record(given.record, facts, records, f"{head}\n\n{shown}")
+    return 0
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="texts | train | evaluate")
+    shared = argparse.ArgumentParser(add_help=False)
+    add = shared.add_argument
+    add("target", help="the folder of a causal chat model, or the name of one that was fetched")
+    add("--seed", type=int, default=0)
+    add("--work", type=Path, default=BUILD)
+    add("--device", help="default: cuda where there is one")
+    add("--threads", type=int, help="default: torch's own")
+
+    command = commands.add_parser("texts", parents=[shared])
+    command.set_defaults(run=run_texts)
+    add = command.add_argument
+    add("--budget", type=float, default=40.0, help="minutes (40)")
+    add("--shards", type=int, help="stop at so many shards in all")
+    add("--batch", type=int, default=Plan.batch, help="conversations of a shard (64)")
+    add("--tokens", type=int, default=Plan.answer_tokens, help="of an answer at most (256)")
+    add("--prompts", type=Path, help="a file with a prompt, or its opening, in each line")
+    add("--job", type=int, default=0, help="this process, of --jobs that run at once")
+    add("--jobs", type=int, default=1)
+
+    command = commands.add_parser("train", parents=[shared])
+    command.set_defaults(run=run_train)
+    add = command.add_argument
+    add("--budget", type=float, default=60.0, help="minutes (60)")
+    add("--steps", type=int, help="steps in place of minutes: repeatable to the bit")
+    add("--batch", type=int, default=16, help="conversations of a step (16)")
+    add("--vocabulary", type=int, default=8192, help="tokens that the draft knows (8192)")
+
+    command = commands.add_parser("evaluate", parents=[shared])
+    command.set_defaults(run=run_evaluate)
+    command.add_argument("--record", type=Path, help="stem of the files that keep the figures")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
+    given = parse_arguments(arguments)
+    try:
+        return given.run(given)
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
