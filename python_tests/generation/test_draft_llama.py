@@ -37,7 +37,7 @@ def table_and_draft():
     """Return a target over four tokens, and a random draft over three of them."""
     target = copy.deepcopy(tables(4)[0])
     target.last_position = len(PROMPT) + LENGTH - 1
-    torch.manual_seed(2)
+    torch.manual_seed(5)
     config = DraftLlamaConfig(
         hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
         vocab_size=4, draft_vocab_size=3,
@@ -45,7 +45,7 @@ def table_and_draft():
     draft = DraftLlama(config).with_tokens(REDUCED).eval()
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=1.0)
-    torch.nn.init.constant_(draft.layers.norm.weight, 2.0)  # laws that depend on the text
+    torch.nn.init.constant_(draft.layers.norm.weight, 0.8)  # laws that depend on the text
     return target, draft
 
 
@@ -193,13 +193,24 @@ def test_logits_processors_bind_the_target_alone():
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def test_unknown_tokens_share_an_embedding():
+def test_a_token_that_is_not_known_is_read_as_another():
     _, draft = table_and_draft()
     known, unknown = torch.tensor([[0, 3, 2]]), torch.tensor([[0, 1, 2]])
     rows = draft(torch.cat([known, unknown])).logits
-    assert torch.equal(rows[0, 0], rows[1, 0])
-    assert not torch.equal(rows[0, 1:], rows[1, 1:])
+    torch.testing.assert_close(rows[0, 0], rows[1, 0])
+    assert (rows[0, 1:] - rows[1, 1:]).abs().max() > 0.01
     assert draft.entries.tolist() == [1, 3, 2, 0]
+
+
+def test_unknown_tokens_share_an_embedding():
+    config = DraftLlamaConfig(
+        hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=6, draft_vocab_size=3,
+    )  # fmt: skip
+    draft = DraftLlama(config).with_tokens(REDUCED).eval()
+    embedded = draft.layers.embed_tokens(torch.tensor([1, 4, 5, 0]))
+    assert torch.equal(embedded[0], embedded[1]) and torch.equal(embedded[0], embedded[2])
+    assert not torch.equal(embedded[0], embedded[3])
 
 
 def test_logits_by_the_embedding():
