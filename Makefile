@@ -124,7 +124,7 @@ $(TRANSFORMERS)/ready: $(READY)
 	@touch $@
 
 # The tests that run models.
-MODELS := alpha generate_* grammar* drafters_* hf probe encoder_decoder* recurrent* assisted_law
+MODELS := alpha draft_llama generate_* grammar* drafters_* hf probe encoder_decoder* recurrent* assisted_law
 
 test-floor: $(NATIVE) $(TRANSFORMERS)/ready
 	OMP_NUM_THREADS=1 $(TRANSFORMERS)/bin/python -m pytest -q $(IN_PARALLEL) --representative \
