@@ -1,7 +1,9 @@
 """Drafters on texts that a model wrote before: how many tokens a call they would have made.
 
     python benchmarks/replay.py record texts.json --target smollm2 --prompts prompts/*.yaml
+    python benchmarks/replay.py times times.json --target smollm2
     python benchmarks/replay.py play texts.json --drafters lookup suffix --gamma 5 10
+    python benchmarks/replay.py play texts.json --times times.json
 
 Under greedy decoding a draft token is accepted if it is the text's next one. So a recorded text
 says exactly which drafts a drafter would have made and what would have become of them, and a change
@@ -9,14 +11,23 @@ of a drafter is judged in seconds, without a model. `record` decodes prompts pla
 `play` gives the tokens a call of drafters and of transformers' prompt lookup, kind by kind (a kind
 is a prompt file's name), with standard errors over prompts, and the draft tokens a call that it
 took.
+
+`times` measures what a call of the target takes by its number of tokens. With those, `play` also
+gives each drafter's speed over plain decoding, the geometric mean over texts, as if nothing but the
+target took time, and lets `RenewalRule` play, one that goes on learning from text to text and one
+that begins anew with each. Its clock shows these times, each with some noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +36,15 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from specdec_ext.commands.pair import Prompt, as_prompt, left_padded, load_pair
 from specdec_ext.commands.prompt_files import read_prompts
-from specdec_ext.decoding import Requests
+from specdec_ext.decoding import RenewalRule, Requests
 from specdec_ext.decoding.counts import Counts
+from specdec_ext.decoding.hosting import host_model
+from specdec_ext.decoding.policies import as_policy, weighed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # noqa: E402
-from contestants import DRAFTERS, Setting, ends, ours  # noqa: E402
+from contestants import DRAFTERS, Setting, ends, ours, timed  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -56,22 +69,58 @@ class Text(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What a drafter made of a text: calls of the target, and draft tokens in them."""
+    """What a drafter made of a text: calls of the target, draft tokens in them, and the speed."""
 
     tokens: int
     calls: int
     drafted: int
+    speed: float = math.nan
 
 
 #: Given the tokens so far (the prompt alone at first) and how many may be drafted, proposes some.
 Propose = Callable[[list[int], int], list[int]]
 
 
-def play(text: Text, propose: Propose) -> Played:
+class CallTimes:
+    """A clock that shows what calls of the target have taken, by their number of tokens.
+
+    Parameters
+    ----------
+    seconds : mapping of int to float
+        Of calls of so many tokens; of others the times are interpolated.
+    noise : float
+        Standard deviation of a time's logarithm.
+    """
+
+    def __init__(self, seconds: Mapping[int, float], noise: float) -> None:
+        self._known, self._noise = sorted(seconds.items()), noise
+        self._random, self.now = random.Random(0), 0.0
+
+    def clock(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def of(self, rows: int) -> float:
+        """Return what a call of so many tokens takes."""
+        (low, before), (high, after) = next(
+            (pair for pair in pairwise(self._known) if rows <= pair[1][0]),
+            (self._known[-2], self._known[-1]),
+        )
+        return before + (after - before) * (rows - low) / (high - low)
+
+    def spend(self, rows: int) -> None:
+        """Let the time of a call go by."""
+        self.now += self.of(rows) * math.exp(self._random.gauss(0, self._noise))
+
+
+def play(text: Text, propose: Propose, times: CallTimes | None = None) -> Played:
     """Decode a text again, with drafts."""
     output, done, calls, drafted = text.output, 0, 0, 0
+    begun = 0.0 if times is None else times.now
     while done < len(output):
         draft = propose(output[:done], text.limit - done - 1)
+        if times is not None:
+            times.spend(len(draft) + 1)
         accepted = 0
         for token, next_one in zip(draft, output[done:], strict=False):
             if token != next_one:
@@ -79,11 +128,19 @@ def play(text: Text, propose: Propose) -> Played:
             accepted += 1
         done = min(done + accepted + 1, len(output))
         calls, drafted = calls + 1, drafted + len(draft)
-    return Played(len(output), calls, drafted)
+    speed = math.nan
+    if times is not None:
+        speed = len(output) * times.of(1) / (times.now - begun)
+    return Played(len(output), calls, drafted, speed)
 
 
-def ours_on(text: Text, drafter: Any, gamma: int) -> Propose:
-    """Start a drafter on a text's prompt, and tell it what was emitted since it was asked last."""
+def ours_on(text: Text, drafter: Any, gamma: Any) -> Propose:
+    """Start a drafter on a text's prompt, and tell it what was emitted since it was asked last.
+
+    A policy for gamma is told as well.
+    """
+    policy = as_policy("gamma", gamma)
+    policy.start(1)
     start = len(text.prompt)
     drafter.start(
         Requests(
@@ -91,19 +148,20 @@ def ours_on(text: Text, drafter: Any, gamma: int) -> Propose:
             greedy=True, needs_law=False,
         )
     )  # fmt: skip
-    known = 0
+    known = drafted = 0
 
     def propose(written: list[int], most: int) -> list[int]:
-        nonlocal known
+        nonlocal known, drafted
         if new := written[known:]:
+            policy.commit([drafted], [len(new) - 1])
             drafter.commit(torch.tensor([new]), Counts.on(CPU, [len(new) - 1]))
             known = len(written)
-        if most < 1:
-            return []
-        row: list[int] = drafter.propose(
-            min(gamma, most), torch.tensor([start + known])
-        ).tokens[0].tolist()  # fmt: skip
-        return row[: row.index(-1)] if -1 in row else row
+        length = min(policy.lengths()[0], max(most, 0))
+        draft = drafter.propose(length, torch.tensor([start + known]))
+        row: list[int] = weighed(policy, draft, [length]).tokens[0].tolist()
+        row = row[: row.index(-1)] if -1 in row else row
+        drafted = len(row)
+        return row
 
     return propose
 
@@ -151,6 +209,15 @@ def record(options: argparse.Namespace) -> None:
 def contestants(options: argparse.Namespace) -> dict[str, Callable[[Text], Propose]]:
     """List who plays."""
     found: dict[str, Callable[[Text], Propose]] = {}
+    times = options.clock
+    for name in options.drafters if times is not None else ():
+        policy = RenewalRule(clock=times.clock)
+        found[f"{name}, renewal"] = lambda text, n=name, p=policy: ours_on(
+            text, DRAFTERS[n](None), p
+        )
+        found[f"{name}, renewal anew"] = lambda text, n=name: ours_on(
+            text, DRAFTERS[n](None), RenewalRule(clock=times.clock)
+        )
     for gamma in options.gamma:
         found[f"transformers, lookup {gamma}"] = lambda text, g=gamma: theirs_on(text, g)
         for name in options.drafters:
@@ -176,18 +243,50 @@ def summarize(played: dict[str, dict[str, list[Played]]]) -> list[dict[str, Any]
                     "drafted": sum(run.drafted for run in runs),
                     "tokens_per_call": mean,
                     "tokens_per_call_se": error,
+                    **speeds(runs),
                 }
             )
     return records
 
 
+def speeds(runs: Sequence[Played]) -> dict[str, float]:
+    """Give the geometric mean of the speeds over plain decoding, if they are known."""
+    logs = [math.log(run.speed) for run in runs if not math.isnan(run.speed)]
+    if len(logs) < 2:
+        return {}
+    mean = math.exp(statistics.mean(logs))
+    error = mean * statistics.stdev(logs) / math.sqrt(len(logs))
+    return {"speed": mean, "speed_se": error, "least_speed": math.exp(min(logs))}
+
+
+def measure_times(options: argparse.Namespace) -> None:
+    """Time calls of the target behind a prompt, of 1 token and more, by turns."""
+    pair = load_pair(options.target, device=options.device, alone=True)
+    ids = torch.arange(1, options.prompt + 1)[None].to(pair.device)
+    found: dict[int, list[float]] = {rows: [] for rows in options.rows}
+    with torch.inference_mode():
+        target = host_model(pair.target, ids[:, -1], room=512, static=False, uneven=False)
+        target.prefill(ids, None, rides=False)
+        for rows in options.rows * (options.repeats + 1):
+            _, seconds = timed(lambda n=rows: target.forward(ids[:, :n]), pair.device)
+            target.rollback(Counts.on(ids.device, [rows]))
+            found[rows].append(seconds)
+    medians = {rows: statistics.median(taken[1:]) for rows, taken in found.items()}
+    options.file.write_text(json.dumps(medians))
+    plain = medians[1]
+    for rows, seconds in medians.items():
+        print(f"{rows} tokens: {1e3 * seconds:.1f} ms, {seconds / plain:.2f} times that of one")
+
+
 def table(records: list[dict[str, Any]]) -> str:
-    """Format tokens a call, with standard errors, and draft tokens a call, by kind."""
+    """Format tokens a call, with standard errors, draft tokens a call and speed, by kind."""
     kinds = list(dict.fromkeys(r["kind"] for r in records))
     rows: dict[str, list[str]] = {}
     for r in records:
         drafted = r["drafted"] / r["calls"]
         cell = f"{r['tokens_per_call']:.2f} ({r['tokens_per_call_se']:.2f}), {drafted:.1f}"
+        if "speed" in r:
+            cell += f", {r['speed']:.2f}x ({r['speed_se']:.2f}, least {r['least_speed']:.2f})"
         rows.setdefault(r["contestant"], [r["contestant"]]).append(cell)
     return common.markdown_table(["tokens a call (se), drafted", *kinds], list(rows.values()))
 
@@ -203,19 +302,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recording.add_argument("--tokens", type=int, default=96, help="new tokens a prompt at most")
     recording.add_argument("--batch", type=int, default=8)
     recording.add_argument("--device", default="cpu")
+    timing = commands.add_parser("times")
+    timing.add_argument("file", type=Path)
+    timing.add_argument("--target", required=True)
+    timing.add_argument("--prompt", type=int, default=200, help="tokens before the calls")
+    timing.add_argument("--rows", type=int, nargs="+", default=[*range(1, 18)])
+    timing.add_argument("--repeats", type=int, default=15)
+    timing.add_argument("--device", default="cpu")
     playing = commands.add_parser("play")
     playing.add_argument("file", type=Path)
     playing.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=["lookup", "suffix"])
     playing.add_argument("--gamma", type=int, nargs="+", default=[5, 10])
+    playing.add_argument("--times", type=Path, help="what `times` wrote")
+    playing.add_argument("--noise", type=float, default=0.05, help="of a time's logarithm")
     playing.add_argument("--output", type=Path, help="a record's name, without the suffix")
     options = parser.parse_args(arguments)
     if options.command == "record":
         record(options)
         return 0
+    if options.command == "times":
+        measure_times(options)
+        return 0
+    options.clock = None
+    if options.times is not None:
+        known = {int(n): s for n, s in json.loads(options.times.read_text()).items()}
+        options.clock = CallTimes(known, options.noise)
     texts = [Text(**item) for item in json.loads(options.file.read_text())]
     kinds = dict.fromkeys(text.kind for text in texts)
     played = {
-        name: {kind: [play(t, start(t)) for t in texts if t.kind == kind] for kind in kinds}
+        name: {kind: [play(t, start(t), options.clock) for t in texts if t.kind == kind] for kind in kinds}
         for name, start in contestants(options).items()
     }
     records = summarize(played)

@@ -57,7 +57,7 @@ def test_replaying_a_text_counts_what_decoding_it_counts(shipped):
                     text, replay.ours_on(text, contestants.DRAFTERS[name](shipped), gamma)
                 )
                 counted = (run.num_tokens, run.calls, run.statistics.drafted)
-                assert played == counted
+                assert played[:3] == counted
                 compared += run.statistics.accepted > 0
             decode = contestants.theirs(shipped, setting, 40, gamma, lookup=True)
             run = decode(ids, mask, 0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import accumulate
+from statistics import median
 
 __all__ = ["Calibration", "RoundTimes"]
 
@@ -21,7 +22,8 @@ class RoundTimes:
     call of the target.
 
     A *plain* round, which drafts nothing, may take less than the line says for n = 0, since models
-    may run one token in another way than several. ``setup`` says how much less.
+    may run one token in another way than several. ``setup`` says how much less. So a plain round
+    and another one give no more than an upper bound of c, whose median is taken by itself.
 
     Parameters
     ----------
@@ -46,6 +48,12 @@ class RoundTimes:
     plain_silent : int
         Rounds since the last plain one.
 
+    Notes
+    -----
+    `relative` is nearer to what was measured than the line is: a model may well run 5 tokens in
+    less time than 3. It is the median of the last rounds of that length, each in terms of the
+    rounds before it, and of what the line says.
+
     References
     ----------
     Median of pairwise slopes: Theil (1950); Sen, "Estimates of the regression coefficient based on
@@ -63,25 +71,40 @@ class RoundTimes:
     GUESS = 12
     NEIGHBOURS = 4  # rounds back that a round is compared with
     MOST = 10.0  # no draft pays from 1 on
+    SETUP = 1.4  # what `relative` takes ``setup`` for until it is measured
+    KEPT, LINE = 24, 1  # rounds that `relative` goes by, of each length, and the line's weight
 
     def __init__(self, c: float = 0.1, estimates: int = 256) -> None:
         self.c, self.setup = c, 1.0
         self.evidence = self.silent = self.plain_silent = 0
         self.plain_seen = False
         self._costs = _LastMedian((c, self.GUESS), estimates)
+        self._bounds = _LastMedian((self.MOST, 1), estimates)
         self._setups = _LastMedian((1.0, 1), estimates // 4)
         self._rounds: deque[tuple[int, float]] = deque(maxlen=self.NEIGHBOURS)
+        self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=self.KEPT))
+
+    def relative(self, n: int) -> float:
+        """Return the time of a round of ``n`` draft tokens, in plain rounds."""
+        if n == 0:
+            return 1.0
+        line = (self.setup if self.plain_seen else self.SETUP) * (1 + self.c * n)
+        return median([line] * self.LINE + list(self._seen[n]))
 
     def observe(self, n: int, seconds: float) -> None:
         """Count a round of ``n`` draft tokens."""
         seconds = max(seconds, 1e-9)  # of a coarse clock
+        if self._rounds:
+            plain = median([other / self.relative(m) for m, other in self._rounds])
+            self._seen[n].append(seconds / plain)
         neighbours = [(m, t) for m, t in self._rounds if m != n]
         for m, other in neighbours:
-            gone = self._costs.add(_cost(n, seconds, m, other), abs(n - m))
+            kept = self._costs if n * m else self._bounds
+            gone = kept.add(_cost(n, seconds, m, other), abs(n - m))
             self.evidence += (n - m) ** 2 - gone**2
         if neighbours:
             # Drafting never saves time.
-            self.c = max(self._costs.value, 0.0)
+            self.c = max(min(self._costs.value, self._bounds.value), 0.0)
         begun = seconds / (1 + self.c * n)
         for m, other in neighbours:
             if n == 0:

@@ -24,7 +24,7 @@ from .counts import Counts
 from .drafters import Draft, Requests, check_draft, last_tokens, reads_features
 from .grammar_masks import GrammarMasks, hidden
 from .options import Settings
-from .policies import GammaPolicy
+from .policies import GammaPolicy, weighed
 from .processors import Processors
 from .stats import Clock, Statistics
 from .texts import Texts, on_the_host
@@ -267,6 +267,7 @@ class ChainGeneration:
         self.clock.start("draft")
         draft = self.drafter.propose(max(lengths), self.positions, self.policy.go_on)
         check_draft(draft, self.drafter, len(lengths), max(lengths))
+        draft = weighed(self.policy, draft, lengths)
         gamma = draft.tokens.shape[1]  # it may have had fewer to propose
         # Read before the target runs: later, the host would wait for that as well.
         drafted_ids = draft.tokens.tolist() if self.looks_at_drafts else []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate, zip_longest
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from .calibration import Calibration, RoundTimes
 from .checks import integer, number_in, shown
 from .drafters import GoOn
+from .estimates import Estimates, odds, probability
 from .policies import MOST_DRAFTED, confidence
 
 __all__ = ["RenewalRule"]
@@ -101,6 +104,9 @@ class RenewalRule:
     PRIOR = 4.0  # trials at the rate of all requests that a request's own rate begins with
     ENOUGH = 128  # evidence from which c counts as known
     EXPLORE = 8  # every so many rounds one is run differently, to learn from it
+    KNOWN = 8  # tested draft tokens from which drafts may have any length
+    FIRST = 0.6, 4.0  # acceptance rate that is believed in at first, and trials that count so
+    CREDIT = 1.5  # plain rounds' time that trials may lose at first
 
     def __init__(
         self,
@@ -117,22 +123,28 @@ class RenewalRule:
         memory = integer("RenewalRule: memory", memory, low=2)
         if not callable(clock):
             raise TypeError(f"RenewalRule: clock must be a callable, got {shown(clock)}")
-        self.times, self.table = RoundTimes(c), Calibration()
+        self.times, self.table, self.estimates = RoundTimes(c), Calibration(), Estimates()
         self._keep, self._clock = 1 - 1 / memory, clock
         self._everyone = _Trials(1 - 1 / (8 * memory))
         # Of looking at confidence, a round: tokens that it gains, and seconds that it takes.
         self._worth = self._price = 0.0
         self._was_asked = True  # whether the drafter called go_on when it last had the chance
+        self._estimated = False  # whether it estimated its tokens' chances when it last had any
+        self._idle = 0  # rounds since one drafted that chances were estimated of
+        self._credit, self._tries = self.CREDIT, True  # plain rounds that trials may lose
+        self._knows_plain = False  # whether a plain round was timed
+        self._cap = min(2, self.limit)  # longest draft while nothing is known
         self.start(0)
 
     def start(self, batch: int) -> None:
         """Begin a generation, keeping what is known of the models."""
         self.times.part()
+        self.estimates.start(batch)
         self._round = 0
         self._trials = [_Trials(self._keep) for _ in range(batch)]
         # Moving sums: tokens of each request, time in begun rounds, time in seconds.
         self._tokens, self._time, self._seconds = [1.0] * batch, 1.0, 0.0
-        self._caught_up = False  # whether the draft has run all that the target has
+        self._plain = 0  # plain rounds since the last one that drafted
         self._drafted = 0  # tokens of the longest draft of the last round
 
     def lengths(self) -> list[int]:
@@ -141,22 +153,27 @@ class RenewalRule:
         self._paths: list[float] = []  # sum over the requests of P(b, j), for j = 1, 2, ...
         self._seen: list[list[int | None] | None] = []  # bin of confidence, by token and request
         self._asked = 0.0  # seconds that go_on took in this round
-        prior = self._everyone.rate(0.5, 1.0)
+        self._chances: Sequence[Sequence[float]] | None = None  # estimated by the drafter
+        prior = self._everyone.rate(*self.FIRST)
         self._alphas = [trials.rate(prior, self.PRIOR) for trials in self._trials]
-        self._odds = list(map(_odds, self.table.rates()))
-        self._factors = [_odds(alpha) / _odds(prior) for alpha in self._alphas]
+        self._odds = list(map(odds, self.table.rates()))
+        self._factors = [odds(alpha) / odds(prior) for alpha in self._alphas]
         batch = len(self._alphas)
         # At least the rate of plain decoding, which is always to be had.
-        rho = max(sum(self._tokens) / self._time, self.times.setup * batch)
+        self._rho = rho = max(sum(self._tokens) / self._time, self.times.setup * batch)
         self._needed = rho * self.times.c  # what the sum of all P must reach
         self._share = self._needed / max(batch, 1) ** 2  # what a request's own P must reach
         self._best = self._best_length(rho)
-        self._may_ask = self._is_worth_asking()
+        self._may_ask = not self._estimated and self._is_worth_asking()
+        if self._estimated:  # `keep` decides
+            self._lengths = [self.limit] * batch
+            return list(self._lengths)
         open_end = self._best > 0 and self._may_ask and self._was_asked
-        length = self._explored(self.limit if open_end else self._best, rho)
+        length = min(self._explored(self.limit if open_end else self._best, rho), self._cap)
         self._lengths = [length if alpha >= self._share else 0 for alpha in self._alphas]
-        if self._round % self.probe < 2 <= self._round:
-            self._lengths = [max(length, 1) for length in self._lengths]
+        if not self._best and self._knows_plain and self._is_trial():
+            longest = self._cap if self._everyone.tested < self.KNOWN else 1
+            self._lengths = [max(length, longest) for length in self._lengths]
         self._survival = [float(length > 0) for length in self._lengths]
         return list(self._lengths)
 
@@ -172,18 +189,19 @@ class RenewalRule:
         survival, length = [1.0] * len(self._alphas), 0
         for n in range(1, self.limit + 1):
             survival = [p * alpha for p, alpha in zip(survival, self._alphas, strict=True)]
-            gain += sum(survival) - self._needed
-            if gain <= best:
-                break
-            best, length = gain, n
-        # A round that drafts takes longer than a plain one even before its first draft token.
-        return length if best > rho * (1 - 1 / self.times.setup) else 0
+            gain += sum(survival)
+            worth = gain - rho / self.times.setup * (self.times.relative(n) - 1)
+            if worth > best:
+                best, length = worth, n
+        return length
 
     def _explored(self, length: int, rho: float) -> int:
         """Return ``length``, or another one where too little is known of what others cost."""
         turn = self._round % self.EXPLORE == 0
         gain = rho / len(self._alphas)
-        if self.times.plain_silent >= 2 * gain * self.probe or (turn and not self.times.plain_seen):
+        if self.times.plain_silent >= 2 * gain * self.probe:
+            return 0
+        if self._round > 1 and not self._knows_plain:
             return 0
         unsure = turn and self.times.evidence < self.ENOUGH
         if unsure or self.times.silent >= self.probe:
@@ -222,30 +240,61 @@ class RenewalRule:
             pairs = zip(tokens.tolist(), confidence(tokens, logits).tolist(), strict=True)
             bins = [None if token < 0 else self.table.bin(p) for token, p in pairs]
             rates = [
-                0.0 if k is None else _probability(self._odds[k] * factor)
+                0.0 if k is None else probability(self._odds[k] * factor)
                 for k, factor in zip(bins, self._factors, strict=True)
             ]
         self._survival = [p * rate for p, rate in zip(self._survival, rates, strict=True)]
         self._paths.append(sum(self._survival))
         self._seen.append(bins)
 
+    def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """Return how many tokens of each request's draft are worth the time of the target's call.
+
+        Parameters
+        ----------
+        chances : sequence of sequence of float
+            What the drafter estimates that each token's chance is to be accepted, given that those
+            before it are. They are corrected by what became of earlier estimates.
+        """
+        self._chances, self._estimated = chances, True
+        paths = [list(accumulate(row, mul)) for row in self.estimates.corrected(chances)]
+        length = self._worth_keeping([sum(at) for at in zip_longest(*paths, fillvalue=0.0)])
+        return [min(length, len(row)) for row in chances]
+
+    def _worth_keeping(self, paths: Sequence[float]) -> int:
+        """Return the best draft length, given the sum of all P(b, j), for j = 1, 2, ...
+
+        The longer no draft was worth it, the less it has to be, so that this is tried again.
+        """
+        price = self._rho / self.times.setup * max(1 - self._idle / (8 * self.probe), 0.0)
+        gains = [
+            gain - price * (self.times.relative(n) - 1)
+            for n, gain in enumerate(accumulate(paths), start=1)
+        ]
+        best = max(gains, default=0.0)
+        return gains.index(best) + 1 if best > 0 else 0
+
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from how many tokens were drafted and accepted; the clock stops."""
         seconds = self._clock() - self._begun
         steps = self._drafted = max(drafted, default=0)
-        # The first draft behind a plain round also runs the tokens that the draft has missed: its
-        # time says nothing of the others.
-        if self._caught_up or (steps == 0 and self._round > 1):
+        # The first draft behind plain rounds also runs the tokens that the draft has missed: its
+        # time says nothing of the others. The first round runs the prompts.
+        free = steps == 0 or self._chances is not None
+        if self._round > 1 and (free or self._plain < 2):
             self.times.observe(steps, seconds)
-        self._caught_up = steps > 0
+            self._knows_plain |= steps == 0
+        self._plain = 0 if steps else self._plain + 1
         if self._may_ask and steps > 1:
             self._was_asked = bool(self._seen)
+        self._account(steps, drafted, accepted)
         self._calibrate(drafted, accepted)
+        self._learn_estimates(steps, drafted, accepted)
         self._appraise(steps)
         tested = [min(taken + 1, n) for n, taken in zip(drafted, accepted, strict=True)]
         if steps:
             self._everyone.add(sum(accepted), sum(tested))
-        spent = 1 + self.times.c * steps if steps else 1 / self.times.setup
+        spent = self.times.relative(steps) / self.times.setup
         self._time = self._keep * self._time + spent
         if self._round > 1:  # the first round runs the prompts, too
             self._seconds = self._keep * self._seconds + seconds
@@ -253,6 +302,31 @@ class RenewalRule:
             if tested[b]:
                 self._trials[b].add(taken, tested[b])
             self._tokens[b] = self._keep * self._tokens[b] + taken + 1
+
+    def _is_trial(self) -> bool:
+        """Tell whether a round drafts although that is not expected to pay."""
+        self._tries = self._credit > (0 if self._tries else self.CREDIT / 3)
+        return self._tries
+
+    def _account(self, steps: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count what this round lost or gained against a plain one; lengthen the first drafts."""
+        gain = 1 / (4 * self.probe)
+        if steps:
+            gain += 1 + sum(accepted) / len(accepted) - self.times.relative(steps)
+        self._credit = min(max(self._credit + gain, -self.CREDIT / 3), self.CREDIT)
+        pairs = zip(drafted, accepted, strict=True)
+        if any(n == taken == self._cap for n, taken in pairs) or self._everyone.tested > self.KNOWN:
+            self._cap = min(2 * self._cap, self.limit)
+
+    def _learn_estimates(
+        self, steps: int, drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Compare what the drafter estimated with what verification made of it."""
+        self._estimated = self._chances is not None or (self._estimated and steps == 0)
+        self._idle = 0 if steps else self._idle + 1
+        for b, row in enumerate(self._chances or ()):
+            tested = [j < accepted[b] for j in range(min(accepted[b] + 1, drafted[b]))]
+            self.estimates.observe(b, row[: len(tested)], tested)
 
     def _appraise(self, steps: int) -> None:
         """Note what confidence gained in this round, if it was what ended the draft."""
@@ -287,16 +361,9 @@ class RenewalRule:
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         self.times.part()  # rounds of fewer requests take another time
+        self.estimates.select(indices)
         self._trials = [self._trials[b] for b in indices]
         self._tokens = [self._tokens[b] for b in indices]
-
-
-def _odds(probability: float) -> float:
-    return probability / max(1 - probability, 1e-9)
-
-
-def _probability(odds: float) -> float:
-    return odds / (1 + odds)
 
 
 class _Trials:
@@ -304,6 +371,11 @@ class _Trials:
 
     def __init__(self, keep: float) -> None:
         self._keep, self._accepted, self._tested = keep, 0.0, 0.0
+
+    @property
+    def tested(self) -> float:
+        """How many are remembered."""
+        return self._tested
 
     def add(self, accepted: int, tested: int) -> None:
         self._accepted = self._keep * self._accepted + accepted

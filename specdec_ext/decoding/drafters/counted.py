@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from ..._host import SuffixTrie
-from ..checks import integer
+from torch import Tensor
 
-__all__ = ["CountingReader", "match_lengths"]
+from ..._host import Growth, SuffixTrie
+from ..checks import integer
+from . import Draft
+from .text import deterministic_draft
+
+__all__ = ["CountingReader", "draft_of", "match_lengths"]
 
 _MOST_MATCHED = 1024  # the longest context that a `SuffixTrie` looks at
 
@@ -28,6 +32,15 @@ class CountingReader:
         """Read on."""
         self.trie.append(tokens)
         self.context = (self.context + tokens)[-self._max_match :]
+
+
+def draft_of(chains: list[Growth], positions: Tensor) -> Draft:
+    """Return a draft of one chain a request, with what each token's chances are thought to be."""
+    chances = [
+        [after / before for before, after in zip([1.0, *chain.survivals], chain.survivals)]
+        for chain in chains
+    ]
+    return deterministic_draft([chain.tokens for chain in chains], positions, chances)
 
 
 def match_lengths(name: str, min_match: int, max_match: int) -> tuple[int, int]:

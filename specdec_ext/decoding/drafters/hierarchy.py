@@ -14,7 +14,7 @@ from ...contract import RULES, rule_names
 from ..alpha import AlphaSamples
 from ..checks import flag
 from ..counts import Counts
-from ..policies import GammaPolicy, as_policy
+from ..policies import GammaPolicy, as_policy, weighed
 from ..transfer import Transfer
 from . import (
     Draft,
@@ -271,7 +271,7 @@ class HierarchicalDrafter(ModelDrafter):
         go_on = self.policy.go_on
         if go_on is not None and min(lengths) == 0:
             go_on = asked_for_some(go_on, torch.tensor(lengths, device=positions.device) > 0)
-        return self.draft.propose(max(lengths), positions, go_on)
+        return weighed(self.policy, self.draft.propose(max(lengths), positions, go_on), lengths)
 
     def _keys(self, positions: Tensor, number: int, found: Proposals) -> Tensor:
         """Return the positions that key an inner round's randomness: each round has its own."""

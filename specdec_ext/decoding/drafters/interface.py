@@ -316,6 +316,10 @@ class Draft(NamedTuple):
         Whether all rows of ``logits`` come from `Requests.process`, so that they hold -inf where a
         grammar allows nothing. Verification then takes the packed masks as they are; otherwise the
         target's rows are cut first, which is as exact, and costs a copy of them.
+    chances : sequence of sequence of float, or None
+        Of each token of each request, what the drafter takes for the probability that it is
+        accepted if those before it are. A policy may cut such a draft after the fact (see
+        `GammaPolicy`), so only a drafter without randomness gives them, for deterministic tokens.
     """
 
     tokens: Tensor
@@ -323,6 +327,7 @@ class Draft(NamedTuple):
     kinds: Tensor | None = None
     token_ids: Tensor | None = None
     masked: bool = False
+    chances: Sequence[Sequence[float]] | None = None
 
 
 def check_draft(draft: Any, drafter: Any, batch: int, gamma: int) -> None:
@@ -372,7 +377,8 @@ class Drafter(Protocol):
 
         A sampled token must come from `specdec_ext.sample` in the domain and stream that `Requests`
         says, with the request's seed, these positions and its index, or from randomness that
-        verification never sees. A drafter whose tokens cost something asks ``go_on``.
+        verification never sees. A drafter whose tokens cost something asks ``go_on``; one whose
+        tokens cost nothing and are not drawn may estimate their chances instead, see `Draft`.
         """
 
     def commit(self, tokens: Tensor, accepted: Counts) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import Draft, GoOn
-from .counted import CountingReader, match_lengths
-from .text import TextDrafter, deterministic_draft
+from .counted import CountingReader, draft_of, match_lengths
+from .text import TextDrafter
 
 __all__ = ["LookupDrafter"]
 
@@ -21,7 +21,8 @@ class LookupDrafter(TextDrafter[CountingReader]):
     came last. Where the copy reaches the end of the text, it goes on in itself, so a period is
     continued. Reading a token takes at most ``max_match + 1`` steps, on most texts few
     (``csrc/host/suffix_trie.h``).
-    Proposals cost next to nothing, so ``go_on`` is not asked. (Copying what followed a matching
+    Proposals cost next to nothing, so ``go_on`` is not asked; every token comes with an estimate of
+    its chances, as in a `SuffixDrafter`, for policies to cut by. (Copying what followed a matching
     n-gram of the prompt: Saxena 2023, "Prompt Lookup Decoding".)
 
     Tokens are deterministic, not drawn: verification takes each as a point mass, and what is
@@ -93,7 +94,7 @@ class LookupDrafter(TextDrafter[CountingReader]):
                 min_match=self.min_match,
                 least=0.0,
                 any_length=False,
-            ).tokens
+            )
             for reader in self._readers
         ]
-        return deterministic_draft(copies, positions)
+        return draft_of(copies, positions)

@@ -14,8 +14,8 @@ from ..checks import integer, number_in, token_ids
 from ..counts import Counts
 from ..trees import GrownTree, StaticTree, TreeDraft
 from . import Draft, GoOn, Requests
-from .counted import CountingReader, match_lengths
-from .text import TextDrafter, deterministic_draft
+from .counted import CountingReader, draft_of, match_lengths
+from .text import TextDrafter
 
 __all__ = ["SuffixDrafter"]
 
@@ -89,7 +89,8 @@ class SuffixDrafter(TextDrafter[_Reader]):
     round, which no drafter is told of) and what `remember` was given, ``memory`` tokens in all; for
     more, the text is forgotten that was least recently added or copied from. Outputs of a
     generation join the store when the next one begins, so that what a request drafts does not
-    depend on the rest of its batch. Proposals cost next to nothing, so ``go_on`` is not asked.
+    depend on the rest of its batch. Proposals cost next to nothing, so ``go_on`` is not asked;
+    every token of a chain comes with its estimate, for policies to cut by (`RenewalRule`).
 
     Tokens are deterministic, not drawn: verification takes each as a point mass, and what is
     emitted is distributed as the target's own under every lossless rule.
@@ -173,8 +174,7 @@ class SuffixDrafter(TextDrafter[_Reader]):
 
     def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
         """Propose up to ``gamma`` tokens a request, fewer where more would hardly survive."""
-        chains = [self._chain(reader, gamma).tokens for reader in self._readers]
-        return deterministic_draft(chains, positions)
+        return draft_of([self._chain(reader, gamma) for reader in self._readers], positions)
 
     def _chain(self, reader: _Reader, gamma: int) -> Growth:
         """Copy in reading order, or what most often followed if that promises more."""

@@ -103,9 +103,11 @@ class TextDrafter(ABC, Generic[R]):
         self._emitted = [self._emitted[i] for i in indices]
 
 
-def deterministic_draft(tokens: list[list[int]], positions: Tensor) -> Draft:
+def deterministic_draft(
+    tokens: list[list[int]], positions: Tensor, chances: list[list[float]] | None = None
+) -> Draft:
     """Return a deterministic draft of these tokens, of any number a request."""
     width = max(map(len, tokens), default=0)
     rows = [row + [-1] * (width - len(row)) for row in tokens]
     ids = torch.tensor(rows, dtype=torch.int64, device=positions.device)
-    return Draft(ids.reshape(len(tokens), width))
+    return Draft(ids.reshape(len(tokens), width), chances=chances)
