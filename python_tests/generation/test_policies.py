@@ -18,10 +18,17 @@ from specdec_ext.decoding import (
     FixedGamma,
     GradientAscent,
     HeuristicGamma,
+    LookupDrafter,
     MovingThreshold,
+    NgramDrafter,
     RenewalRule,
+    StackedDrafter,
+    SuffixDrafter,
+    chain_generation,
 )
+from specdec_ext.decoding.drafters import estimates_chances
 from specdec_ext.decoding.drafters.model import ModelDrafter
+from specdec_ext.decoding.policies import weighed
 
 POLICIES = {
     "fixed": lambda: FixedGamma(2),
@@ -285,6 +292,117 @@ def test_control_draft_that_ends_before_the_token_that_was_seen():
     target, draft = tables(3)
     policy = ConfidenceStop(2, threshold=0.4)
     assert p_value(target, LeavesOut(draft), gamma=policy) < ALPHA
+
+
+class Cuts:
+    """Leaves tokens out again: those behind the first whose chance is low."""
+
+    limit, go_on = 3, None
+
+    def start(self, batch):
+        self.batch, self.cut = batch, 0
+
+    def lengths(self):
+        return [3] * self.batch
+
+    def keep(self, chances):
+        kept = [next((n for n, p in enumerate(row) if p < 0.5), len(row)) for row in chances]
+        self.cut += sum(map(len, chances)) - sum(kept)
+        return kept
+
+    def commit(self, drafted, accepted):
+        pass
+
+    def select(self, indices):
+        self.batch = len(indices)
+
+
+def free_drafter(name, vocabulary):
+    """Return a drafter whose tokens come with chances."""
+    texts = [[0, 1, 2, 0, 2, 2, 1, 0, 1, 1, 2]]
+    likeliest = NgramDrafter(vocabulary, 2, texts=texts, sampled=False)
+    if name == "stack":
+        return StackedDrafter(LookupDrafter(min_match=1), likeliest, continued=True)
+    return likeliest if name == "ngram" else SuffixDrafter(least=0.0)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize(
+    "name", ["suffix", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ngram", "stack"))]
+)
+def test_leaving_out_tokens_that_were_not_drawn_is_lossless(name, rule):
+    target, _ = tables(3)
+    for policy in (Cuts(), RenewalRule(limit=3, probe=3)):
+        drafter = free_drafter(name, 3)
+        found = p_value(target, drafter, length=3, draws=3000, gamma=policy, rule=rule)
+        assert found > ALPHA
+        assert type(policy) is RenewalRule or policy.cut > 1000
+
+
+class Drawn(ModelDrafter):
+    """Draws tokens, and says what their chances are; or passes them off as not drawn."""
+
+    def __init__(self, model, honest):
+        super().__init__(model)
+        self.honest = honest
+
+    def propose(self, gamma, positions, go_on=None):
+        tokens, logits, *_ = super().propose(gamma, positions, go_on)
+        laws = logits.softmax(-1).gather(2, tokens[..., None])[..., 0]
+        return Draft(tokens, logits if self.honest else None, chances=laws.tolist())
+
+
+def test_control_tokens_that_were_drawn_are_left_out(monkeypatch):
+    """By their chances, that is by their value: the law is another one. They are refused."""
+    target, draft = tables(3)
+    with pytest.raises(ValueError, match="chances are those of 1 requests' deterministic tokens"):
+        specdec_ext.generate(
+            target, Drawn(draft, True), torch.tensor([[1]]), max_new_tokens=4, temperature=1.0
+        )
+    monkeypatch.setattr(chain_generation, "check_draft", lambda *_: None)
+    whole = p_value(target, Drawn(draft, True), gamma=Cuts())
+    monkeypatch.setattr(chain_generation, "weighed", carelessly_weighed)
+    cut = p_value(target, Drawn(draft, True), gamma=Cuts())
+    assert cut < ALPHA < whole
+
+
+def carelessly_weighed(policy, draft, lengths):
+    """Cut drawn tokens, too."""
+    kept = torch.tensor(policy.keep([row[:n] for row, n in zip(draft.chances, lengths, strict=True)]))
+    places = torch.arange(draft.tokens.shape[1])
+    return draft._replace(tokens=draft.tokens.masked_fill(places >= kept[:, None], -1))
+
+
+def test_weighed_by_hand():
+    tokens = torch.tensor([[5, 6, 7], [8, 9, -1]])
+    draft, policy = Draft(tokens, chances=[[0.9, 0.6, 0.2], [0.1, 0.9]]), Cuts()
+    policy.start(2)
+    assert weighed(policy, draft, [3, 3]).tokens.tolist() == [[5, 6], [-1, -1]]
+    assert weighed(policy, draft, [1, 2]).tokens.tolist() == [[5], [-1]]
+    assert weighed(FixedGamma(3), draft, [3, 3]) is draft
+    assert weighed(policy, Draft(tokens), [3, 3]).tokens is tokens
+    sure = Draft(tokens, chances=[[0.9, 0.6, 0.8], [0.9, 0.9]])
+    assert weighed(policy, sure, [3, 3]) is sure
+
+
+@pytest.mark.parametrize("name", ["suffix", "ngram", "stack"])
+def test_chances_are_of_every_token_and_a_stack_passes_them_on(name):
+    target, _ = tables(6)
+    seen = []
+
+    class Sees(Cuts):
+        def keep(self, chances):
+            seen.extend(chances)
+            return [len(row) for row in chances]
+
+    found = specdec_ext.generate(
+        target, free_drafter(name, 6), torch.tensor([[1, 2, 0, 1, 2]] * 2), gamma=Sees(), seeds=4,
+        max_new_tokens=30, temperature=0.7,
+    )  # fmt: skip
+    assert sum(map(len, seen)) >= found.statistics.drafted > 20
+    assert all(0 <= p <= 1 for row in seen for p in row)
+    stacked = StackedDrafter(free_drafter(name, 6), tables(6)[1])  # a model's are unknown
+    assert not estimates_chances(stacked) and estimates_chances(free_drafter(name, 6))
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "nosy"])

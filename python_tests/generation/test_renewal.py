@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import specdec_ext
 from specdec_ext import theory
 from specdec_ext.decoding import RenewalRule
 from specdec_ext.decoding.calibration import Calibration, RoundTimes
+from specdec_ext.decoding.estimates import Estimates
 
 # --- on simulated streams ---------------------------------------------------------------------
 
@@ -40,8 +42,9 @@ def test_renewal_finds_the_best_gamma(alpha, c, conditions):
     factor, gamma = stream.run(policy, 1500)
     c += conditions.get("growth", 0.0)
     best = theory.optimal_gamma(alpha, c)
-    assert factor > 0.94 * theory.walltime_factor(alpha, best, c)
-    assert gamma == pytest.approx(best, rel=0.15, abs=0.6)
+    least = 0.92 if "noise" in conditions else 0.94  # of lengths, whose times are each measured
+    assert factor > least * theory.walltime_factor(alpha, best, c)
+    assert gamma == pytest.approx(best, rel=0.15, abs=0.7)
     # With noise the standard error of c is about 0.12 (1 + c n) / sqrt(evidence / 2) = 0.02.
     assert policy.times.c == pytest.approx(c, rel=0.15, abs=0.06 if "noise" in conditions else 0.03)
 
@@ -49,13 +52,29 @@ def test_renewal_finds_the_best_gamma(alpha, c, conditions):
 @pytest.mark.parametrize("alpha, c", [(0.2, 0.3), (0.3, 0.6), (0.0, 0.05), (0.4, 2.0)])
 @pytest.mark.parametrize("guess", [0.01, 1.0])
 def test_renewal_switches_off_where_speculation_loses(alpha, c, guess):
-    """What is left are trials: two draft tokens every `probe` rounds."""
+    """What is left are trials, which lose about 1 in 4 `probe` rounds: cheap ones are many."""
     stream = Stream(c, lambda _: alpha)
     policy = renewal(stream, c=guess)
     stream.run(policy, 300)
     factor, gamma = stream.run(policy, 1000)
-    assert gamma < 0.15
-    assert factor > 1 / (1 + 2.5 * c / policy.probe)
+    assert gamma < 0.2
+    assert factor > 1 - 2 / (4 * policy.probe)
+
+
+@pytest.mark.parametrize("alpha, c, setup", [(0.3, 0.1, 0.4), (0.1, 0.05, 0.2), (0.3, 0.3, 0.1)])
+def test_trials_cost_little_of_a_short_text(alpha, c, setup):
+    """Of the first 96 tokens that a rule sees; before, a draft that does not pay took 5 %."""
+    factors = []
+    for seed in range(40):
+        stream = Stream(c, lambda _: alpha, growth=0.03, setup=setup, noise=0.1)
+        stream.rng.seed(seed)
+        policy, tokens = renewal(stream), 0.0
+        while tokens < 96:
+            begun = stream.now
+            tokens += stream.run(policy, 1)[0] * (stream.now - begun)
+        factors.append(tokens / stream.now)
+    assert statistics.mean(factors) > 0.97
+    assert statistics.mean(factors) < 1  # there are trials
 
 
 def test_renewal_switches_on_again():
@@ -123,7 +142,7 @@ def test_confidence_is_not_asked_for_where_that_costs_more_than_it_gives(batch):
             asked += policy.go_on is not None
         shares.append(asked / 400)
     # Rounds whose number divides by 8 ask, whatever was learnt.
-    assert shares[0] < 0.2 and shares[1] > 0.9
+    assert shares[0] < 0.2 and shares[1] > 0.85
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -165,6 +184,7 @@ def knowing(accepted_by_bin: dict[int, bool], **options) -> RenewalRule:
     policy.table = Calibration(memory=10**9)
     for k, accepted in accepted_by_bin.items():
         policy.table.observe([k] * 1000, [accepted] * 1000)
+    policy._knows_plain = True
     return policy
 
 
@@ -323,5 +343,97 @@ def test_renewal_in_the_loop():
             gamma=policy,
         ).statistics  # fmt: skip
         used[name] = statistics.draft_calls / statistics.rounds
-        assert policy.times.c == pytest.approx(c, rel=0.3)
+        assert policy.times.relative(1) == pytest.approx(1 + c, rel=0.1)
     assert used["good"] > 3 and used["bad"] < 0.3
+
+
+# --- drafters that estimate the chances of their tokens -----------------------------------------
+
+
+def drafted_by(policy: RenewalRule, chances: list[float], times: dict[int, float]) -> int:
+    """Return what the rule keeps of a draft, behind rounds of these times by their length."""
+    now = [0.0]
+    policy._clock = lambda: now[0]
+    policy.start(1)
+    for _ in range(30):
+        for n, seconds in times.items():
+            policy.lengths()
+            policy.keep([[0.5] * n])
+            now[0] += seconds
+            policy.commit([n], [0])
+    policy.estimates.__init__()  # what these rounds told of chances is not meant
+    policy.estimates.start(1)
+    policy._tokens, policy._time, policy._idle = [1.0], 1.0, 0
+    policy.lengths()
+    return policy.keep([chances])[0]
+
+
+def test_a_draft_is_kept_as_far_as_it_is_worth_the_call_by_hand():
+    """Odds count half at first: 0.9 is worth 0.82, 2/3 is worth 1/2. Plain decoding's rate is 1."""
+    line = {0: 1.0, 1: 1.3, 2: 1.6, 3: 1.9, 4: 2.2}
+    for chances, kept in (
+        ([0.9] * 4, 4),  # 0.82, 0.67, 0.55, 0.45: each worth 0.3
+        ([0.9, 2 / 3, 0.9], 3),  # 0.82, 0.41, 0.33
+        ([0.9, 2 / 3, 2 / 3, 0.9], 2),  # 0.82, 0.41, 0.20, 0.17
+        ([0.3, 0.9], 0),  # 0.18, 0.14
+        ([], 0),
+    ):
+        assert drafted_by(RenewalRule(8), chances, line) == kept
+
+
+def test_the_measured_times_of_calls_decide_not_a_line():
+    """A model may run five tokens in less time than three: no draft, or one that is long enough."""
+    times = {0: 1.0, 1: 1.6, 2: 2.0, 3: 1.45, 4: 1.3}
+    assert drafted_by(RenewalRule(8), [0.7, 0.7], times) == 0  # 0.54, 0.29
+    assert drafted_by(RenewalRule(8), [0.7] * 4, times) == 4  # and 0.16, 0.08: 1.07 for 0.3
+
+
+def test_estimates_that_never_come_true_are_no_longer_believed():
+    stream = Stream(0.0, growth=0.05, setup=0.3)
+    policy = renewal(stream)
+    kept = []
+    for _ in range(400):
+        policy.lengths()
+        n = policy.keep([[0.9, 0.9, 0.9]])[0]
+        stream.spend(1 + 0.05 * n + 0.3 * (n > 0))
+        policy.commit([n], [0])
+        kept.append(n)
+    assert sum(kept[:5]) > 10 and sum(n > 0 for n in kept[100:]) < 10
+    assert any(kept[100:])  # it is tried again
+
+
+def test_a_drafter_that_estimates_is_always_asked():
+    """Another one is not, once the rule sees that this one does not estimate."""
+    policy = RenewalRule(8, clock=lambda: 0.0)
+    policy.start(1)
+    policy.lengths()
+    policy.keep([[0.01] * 8])
+    policy.commit([0], [0])
+    assert policy.lengths() == [8] and policy.go_on is None
+    policy.commit([8], [0])  # drafted, and nothing was estimated
+    assert policy.lengths() != [8]
+
+
+def test_chances_of_a_batch_count_together():
+    """Two requests together are worth a call that is too long for one, and both keep their draft."""
+    for batch, kept in ((1, 0), (2, 2)):
+        policy = RenewalRule(8, clock=lambda: 0.0)
+        policy.start(batch)
+        policy.lengths()
+        policy._rho = 1.0  # as if a round emitted one token, whatever the batch
+        # 0.54 and 0.29 of each request, for 1.4 (1 + 2 / 10) - 1 = 0.68 and a half of that before
+        assert policy.keep([[0.62, 0.5]] * batch) == [kept] * batch
+
+
+def test_estimates():
+    estimates = Estimates(memory=10**9)
+    estimates.start(2)
+    assert estimates.corrected([[0.5], []])[0] == pytest.approx([1 / 3])  # odds count half at first
+    for _ in range(500):
+        estimates.observe(0, [0.8, 0.3], [True, False])
+        estimates.observe(1, [0.8], [False])
+    (high, low), (other,) = estimates.corrected([[0.8, 0.3], [0.8]])
+    assert low < 0.05 and other < 0.15 and high > 0.7
+    assert estimates.corrected([[0.999999], [0.0]]) == [[pytest.approx(1, abs=1e-3)], [0.0]]
+    estimates.select([1])
+    assert estimates.corrected([[0.8]]) == [[other]]

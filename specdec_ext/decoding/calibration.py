@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class RoundTimes:
 
     A *plain* round, which drafts nothing, may take less than the line says for n = 0, since models
     may run one token in another way than several. ``setup`` says how much less. So a plain round
-    and another one give no more than an upper bound of c, whose median is taken by itself.
+    and another one give no more than an upper bound of c, which counts until others are there.
 
     Parameters
     ----------
@@ -71,8 +72,7 @@ class RoundTimes:
     GUESS = 12
     NEIGHBOURS = 4  # rounds back that a round is compared with
     MOST = 10.0  # no draft pays from 1 on
-    SETUP = 1.4  # what `relative` takes ``setup`` for until it is measured
-    KEPT, LINE = 24, 1  # rounds that `relative` goes by, of each length, and the line's weight
+    KEPT = 24  # rounds that `relative` goes by, of each length
 
     def __init__(self, c: float = 0.1, estimates: int = 256) -> None:
         self.c, self.setup = c, 1.0
@@ -88,23 +88,23 @@ class RoundTimes:
         """Return the time of a round of ``n`` draft tokens, in plain rounds."""
         if n == 0:
             return 1.0
-        line = (self.setup if self.plain_seen else self.SETUP) * (1 + self.c * n)
-        return median([line] * self.LINE + list(self._seen[n]))
+        return median([self.setup * (1 + self.c * n), *self._seen[n]])
 
     def observe(self, n: int, seconds: float) -> None:
         """Count a round of ``n`` draft tokens."""
         seconds = max(seconds, 1e-9)  # of a coarse clock
         if self._rounds:
-            plain = median([other / self.relative(m) for m, other in self._rounds])
-            self._seen[n].append(seconds / plain)
+            self._seen[n].append(seconds / self._plain_seconds())
         neighbours = [(m, t) for m, t in self._rounds if m != n]
         for m, other in neighbours:
             kept = self._costs if n * m else self._bounds
             gone = kept.add(_cost(n, seconds, m, other), abs(n - m))
             self.evidence += (n - m) ** 2 - gone**2
         if neighbours:
+            known = self._costs.weight > 2 * self.GUESS
+            bound = math.inf if known else self._bounds.value
             # Drafting never saves time.
-            self.c = max(min(self._costs.value, self._bounds.value), 0.0)
+            self.c = max(min(self._costs.value, bound), 0.0)
         begun = seconds / (1 + self.c * n)
         for m, other in neighbours:
             if n == 0:
@@ -116,6 +116,11 @@ class RoundTimes:
         self.silent = 0 if neighbours else self.silent + 1
         self.plain_silent = self.plain_silent + 1 if n else 0
         self._rounds.append((n, seconds))
+
+    def _plain_seconds(self) -> float:
+        """Return what a plain round took lately: as it was, or by the last rounds of others."""
+        plain = [seconds for m, seconds in self._rounds if not m]
+        return median(plain or [seconds / self.relative(m) for m, seconds in self._rounds])
 
     def part(self) -> None:
         """Compare no later round with those so far: the requests are others now."""
@@ -147,6 +152,11 @@ class _LastMedian:
         oldest = self._last.popleft()
         del self._ordered[bisect_left(self._ordered, oldest)]
         return oldest[1]
+
+    @property
+    def weight(self) -> int:
+        """The weight of all values and of the guess."""
+        return sum(weight for _, weight in self._ordered)
 
     @property
     def value(self) -> float:

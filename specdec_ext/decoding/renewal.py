@@ -105,7 +105,8 @@ class RenewalRule:
     ENOUGH = 128  # evidence from which c counts as known
     EXPLORE = 8  # every so many rounds one is run differently, to learn from it
     KNOWN = 8  # tested draft tokens from which drafts may have any length
-    FIRST = 0.6, 4.0  # acceptance rate that is believed in at first, and trials that count so
+    FIRST = 0.5, 4.0  # acceptance rate that is believed in at first, and trials that count so
+    SETUP = 1.4  # begun rounds that drafts with estimates have to be worth until that is measured
     CREDIT = 1.5  # plain rounds' time that trials may lose at first
 
     def __init__(
@@ -145,6 +146,7 @@ class RenewalRule:
         # Moving sums: tokens of each request, time in begun rounds, time in seconds.
         self._tokens, self._time, self._seconds = [1.0] * batch, 1.0, 0.0
         self._plain = 0  # plain rounds since the last one that drafted
+        self._untimed = False  # whether the last round drafted, and its time said nothing
         self._drafted = 0  # tokens of the longest draft of the last round
 
     def lengths(self) -> list[int]:
@@ -169,10 +171,12 @@ class RenewalRule:
             self._lengths = [self.limit] * batch
             return list(self._lengths)
         open_end = self._best > 0 and self._may_ask and self._was_asked
-        length = min(self._explored(self.limit if open_end else self._best, rho), self._cap)
+        length = self._explored(self.limit if open_end else self._best, rho)
+        if not self._knows_acceptance:
+            length = min(length, self._cap)
         self._lengths = [length if alpha >= self._share else 0 for alpha in self._alphas]
         if not self._best and self._knows_plain and self._is_trial():
-            longest = self._cap if self._everyone.tested < self.KNOWN else 1
+            longest = 1 if self._knows_acceptance else self._cap
             self._lengths = [max(length, longest) for length in self._lengths]
         self._survival = [float(length > 0) for length in self._lengths]
         return list(self._lengths)
@@ -267,8 +271,9 @@ class RenewalRule:
         The longer no draft was worth it, the less it has to be, so that this is tried again.
         """
         price = self._rho / self.times.setup * max(1 - self._idle / (8 * self.probe), 0.0)
+        first = 1.0 if self.times.plain_seen else self.SETUP
         gains = [
-            gain - price * (self.times.relative(n) - 1)
+            gain - price * (first * self.times.relative(n) - 1)
             for n, gain in enumerate(accumulate(paths), start=1)
         ]
         best = max(gains, default=0.0)
@@ -281,7 +286,8 @@ class RenewalRule:
         # The first draft behind plain rounds also runs the tokens that the draft has missed: its
         # time says nothing of the others. The first round runs the prompts.
         free = steps == 0 or self._chances is not None
-        if self._round > 1 and (free or self._plain < 2):
+        self._untimed = self._round > 1 and not free and self._plain > 1
+        if self._round > 1 and not self._untimed:
             self.times.observe(steps, seconds)
             self._knows_plain |= steps == 0
         self._plain = 0 if steps else self._plain + 1
@@ -304,8 +310,11 @@ class RenewalRule:
             self._tokens[b] = self._keep * self._tokens[b] + taken + 1
 
     def _is_trial(self) -> bool:
-        """Tell whether a round drafts although that is not expected to pay."""
-        self._tries = self._credit > (0 if self._tries else self.CREDIT / 3)
+        """Tell whether a round drafts although that is not expected to pay.
+
+        Trials go on until they have used up the credit, and until one has been timed.
+        """
+        self._tries = self._untimed or self._credit > (0 if self._tries else self.CREDIT / 3)
         return self._tries
 
     def _account(self, steps: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -313,10 +322,14 @@ class RenewalRule:
         gain = 1 / (4 * self.probe)
         if steps:
             gain += 1 + sum(accepted) / len(accepted) - self.times.relative(steps)
-        self._credit = min(max(self._credit + gain, -self.CREDIT / 3), self.CREDIT)
+        self._credit = min(max(self._credit + gain, -2 * self.CREDIT), self.CREDIT)
         pairs = zip(drafted, accepted, strict=True)
-        if any(n == taken == self._cap for n, taken in pairs) or self._everyone.tested > self.KNOWN:
+        if any(n == taken == self._cap for n, taken in pairs) or self._knows_acceptance:
             self._cap = min(2 * self._cap, self.limit)
+
+    @property
+    def _knows_acceptance(self) -> bool:
+        return max(self._everyone.tested, self.table.trials) > self.KNOWN
 
     def _learn_estimates(
         self, steps: int, drafted: Sequence[int], accepted: Sequence[int]

@@ -37,7 +37,7 @@ class CountingReader:
 def draft_of(chains: list[Growth], positions: Tensor) -> Draft:
     """Return a draft of one chain a request, with what each token's chances are thought to be."""
     chances = [
-        [after / before for before, after in zip([1.0, *chain.survivals], chain.survivals)]
+        [after / before for before, after in zip([1.0, *chain.survivals[:-1]], chain.survivals, strict=False)]
         for chain in chains
     ]
     return deterministic_draft([chain.tokens for chain in chains], positions, chances)

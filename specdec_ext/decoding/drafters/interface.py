@@ -35,6 +35,7 @@ __all__ = [
     "asked_for_some",
     "over_the_target",
     "check_draft",
+    "estimates_chances",
     "reads_features",
     "without_padding",
 ]
@@ -340,7 +341,8 @@ def check_draft(draft: Any, drafter: Any, batch: int, gamma: int) -> None:
     TypeError
         It is none, or its tokens are no tensor.
     ValueError
-        Its tokens have another shape or dtype, or there are more than ``gamma``.
+        Its tokens have another shape or dtype, or there are more than ``gamma``; it has chances of
+        other requests, or of drawn tokens.
     """
     by = f"generate: {type(drafter).__name__}.propose"
     if not isinstance(draft, Draft) or not isinstance(draft.tokens, Tensor):
@@ -351,6 +353,11 @@ def check_draft(draft: Any, drafter: Any, batch: int, gamma: int) -> None:
         raise ValueError(
             f"{by} must return int64 tokens [B, G] with B = {batch} and G <= {gamma}, got {shape} "
             f"{str(dtype).removeprefix('torch.')}"
+        )
+    if draft.chances is not None and (draft.logits is not None or len(draft.chances) != batch):
+        raise ValueError(
+            f"{by}: chances are those of {batch} requests' deterministic tokens, got "
+            f"{len(draft.chances)} requests {'without' if draft.logits is None else 'with'} logits"
         )
 
 
@@ -586,6 +593,11 @@ def prefix_or_drawn(prefix: Tensor | None, drawn: Tensor, i: int) -> Tensor:
     if prefix is None or i >= prefix.shape[1]:
         return drawn
     return torch.where(prefix[:, i] >= 0, prefix[:, i], drawn)
+
+
+def estimates_chances(drafter: Any) -> bool:
+    """Tell whether every draft of a drafter comes with chances, see `Draft`."""
+    return bool(getattr(drafter, "estimates_chances", False))
 
 
 def reads_features(drafter: Any) -> bool:

@@ -67,6 +67,8 @@ class LookupDrafter(TextDrafter[CountingReader]):
     tensor([[9, 5]])
     """
 
+    estimates_chances = True
+
     def __init__(
         self,
         inputs: Sequence[Sequence[int]] | None = None,

@@ -88,7 +88,7 @@ class NgramDrafter(TextDrafter[_Reader]):
     processors and the request's filters; what is emitted is distributed as the target's own under
     every lossless rule. So it is with ``sampled=False``, where the token is deterministic: the
     likeliest of such a row. The host waits for the device once a draft token, twice where there are
-    processors.
+    processors. The model's probability of such a token is taken for its chance (`Draft`).
 
     Parameters
     ----------
@@ -151,6 +151,11 @@ class NgramDrafter(TextDrafter[_Reader]):
         for k, text in enumerate(texts):
             self._shared.add(token_ids(f"NgramDrafter: ids of text {k}", text, 0, vocab_size - 1))
 
+    @property
+    def estimates_chances(self) -> bool:
+        """Whether its drafts come with chances: they do unless they are drawn."""
+        return not self.sampled
+
     def _reader(self, request: int, prompt: list[int]) -> _Reader:
         device = self._requests.ends.device
         reader = _Reader(self._shared, self.smoothing, self.learn, device)
@@ -188,8 +193,11 @@ class NgramDrafter(TextDrafter[_Reader]):
                 text.append(token)
         if not tokens:
             return Draft(positions.new_empty(len(texts), 0))
-        with_law = self.sampled and self._requests.needs_law
-        return Draft(torch.stack(tokens, 1), torch.stack(laws, 1) if with_law else None)
+        drawn, rows = torch.stack(tokens, 1), torch.stack(laws, 1)
+        if self.sampled:
+            return Draft(drawn, rows if self._requests.needs_law else None)
+        chances = rows.softmax(-1).gather(2, drawn[..., None])[..., 0]
+        return Draft(drawn, chances=chances.tolist())
 
     def _draw(self, logits: Tensor, positions: Tensor, i: int) -> Tensor:
         """Return draft token ``i`` (0-based) of each request, ``[B]``."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..counts import Counts
-from . import Draft, GoOn, Requests, reads_features
+from . import Draft, GoOn, Requests, estimates_chances, reads_features
 
 __all__ = ["Restarted"]
 
@@ -41,6 +41,11 @@ class Restarted:
         (It stands in no hierarchy: `HierarchicalDrafter` refuses it.)
         """
         return reads_features(self.draft)
+
+    @property
+    def estimates_chances(self) -> bool:
+        """Whether all its drafts come with chances."""
+        return estimates_chances(self.draft)
 
     def take_features(self, features: Tensor, tokens: Tensor, gained: Counts) -> None:
         """Pass hidden states on."""

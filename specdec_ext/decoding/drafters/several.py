@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ..counts import Counts
-from . import Draft, Drafter, Requests, as_drafter, check_distinct, reads_features
+from . import (
+    Draft,
+    Drafter,
+    Requests,
+    as_drafter,
+    check_distinct,
+    estimates_chances,
+    reads_features,
+)
 from .interface import over_the_target
 from .restarted import Restarted
 
@@ -109,6 +117,11 @@ class SeveralDrafters:
         """Whether one of them reads the target's hidden states."""
         return any(map(reads_features, self.drafters))
 
+    @property
+    def estimates_chances(self) -> bool:
+        """Whether all its drafts come with chances: those of all drafters do."""
+        return all(map(estimates_chances, self.drafters))
+
     def take_features(self, features: Tensor, tokens: Tensor, gained: Counts) -> None:
         """Pass hidden states on, whichever drafter's tokens they belong to: `FeatureDrafter`."""
         for drafter in self.drafters:
@@ -142,7 +155,17 @@ class SeveralDrafters:
             part = logits[:, columns, : draft.logits.shape[2]]
             part.copy_(torch.where(here[..., None], draft.logits.float(), part))
             logits[:, columns, draft.logits.shape[2] :].masked_fill_(here[..., None], -torch.inf)
-        return Draft(tokens, logits, kinds) if sizes else Draft(tokens)
+        return Draft(tokens, logits, kinds) if sizes else Draft(tokens, chances=self._chances(batch))
+
+    def _chances(self, batch: int) -> list[list[float]] | None:
+        """Return the chances of the merged tokens, if every drafter estimates them."""
+        if not self.estimates_chances:
+            return None
+        found: list[list[float]] = [[] for _ in range(batch)]
+        for draft, used in self._shares.values():
+            for row, chances, n in zip(found, draft.chances or found, used.host, strict=True):
+                row += chances[len(row) : n]
+        return found
 
     def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Tell each drafter how many of its own tokens were accepted, and what came after them."""

@@ -140,6 +140,8 @@ class SuffixDrafter(TextDrafter[_Reader]):
     tensor([[4, 3]])
     """
 
+    estimates_chances = True
+
     def __init__(
         self,
         inputs: Sequence[Sequence[int]] | None = None,
