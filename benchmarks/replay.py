@@ -330,7 +330,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = [Text(**item) for item in json.loads(options.file.read_text())]
     kinds = dict.fromkeys(text.kind for text in texts)
     played = {
-        name: {kind: [play(t, start(t), options.clock) for t in texts if t.kind == kind] for kind in kinds}
+        name: {
+            kind: [play(t, start(t), options.clock) for t in texts if t.kind == kind]
+            for kind in kinds
+        }
         for name, start in contestants(options).items()
     }
     records = summarize(played)

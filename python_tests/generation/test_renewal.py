@@ -415,7 +415,7 @@ def test_a_drafter_that_estimates_is_always_asked():
 
 
 def test_chances_of_a_batch_count_together():
-    """Two requests together are worth a call that is too long for one, and both keep their draft."""
+    """Two requests together are worth a call too long for one, and both keep their draft."""
     for batch, kept in ((1, 0), (2, 2)):
         policy = RenewalRule(8, clock=lambda: 0.0)
         policy.start(batch)

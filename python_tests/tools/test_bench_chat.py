@@ -93,7 +93,7 @@ def test_texts_end_where_the_target_ends_them(shipped):
 def test_smoke(monkeypatch, tmp_path, capsys, shipped):
     monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
     line = ["--prompts", "3", "--tokens", "4", "--gamma", "2", "--drafters", "suffix", "ngram"]
-    line += ["--tree", "4", "--temperature", "0"]
+    line += ["--tree", "4", "--temperature", "0", "--model-gamma", "3"]
     assert bench.main([*line, "--output", str(tmp_path), "--minutes", "0"]) == 0
     said = capsys.readouterr().out
     (path,) = tmp_path.glob("*.json")
@@ -107,10 +107,10 @@ def test_smoke(monkeypatch, tmp_path, capsys, shipped):
     names = {r["contestant"] for r in payload["records"]}
     assert names == {
         "plain", "suffix, gamma 2", "suffix, renewal", "ngram, gamma 2", "ngram, renewal",
-        "model, gamma 2", "model, renewal", "suffix, tree of 4", "transformers, lookup 2",
-        "transformers, model 2",
+        "model, gamma 3", "model, renewal", "suffix, tree of 4", "model, tree of 4",
+        "transformers, plain", "transformers, lookup 2", "transformers, model 3",
     }  # fmt: skip
-    assert path.with_suffix(".md").read_text() in said and "PASS  greedy output of 10" in said
+    assert path.with_suffix(".md").read_text() in said and "PASS  greedy output of 12" in said
     assert "stopped after 8 of 12: 0 minutes are over" in said
 
 
@@ -118,16 +118,23 @@ def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped):
     monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
     line = ["--prompts", "4", "--tokens", "3", "--gamma", "2", "--drafters", "suffix", "--tree"]
     line += ["0", "--batch", "2", "--temperature", "0.7", "--output", str(tmp_path)]
+    line += ["--model-gamma", "2", "--contestants", "suffix", "model", "transf"]
     assert bench.main(line) == 0
     (path,) = tmp_path.glob("*.json")
     records = json.loads(path.read_text())["records"]
     assert {(r["batch"], r["temperature"]) for r in records} == {(2, 0.7)}
     assert {r["contestant"] for r in records} == {
         "plain", "suffix, gamma 2", "suffix, renewal", "model, gamma 2", "model, renewal",
+        "transformers, plain",
     }  # fmt: skip
     assert all(r["texts"] == (12 if r["kind"] == bench.ALL else 4) for r in records)
     with pytest.raises(SystemExit):
         bench.parse(["--batch", "4", "--prompts", "7"])
+    options = bench.parse(["--contestants", "renewal", "lookup 10"])
+    assert [*bench.contestants(shipped, bench.Setting(1, 0.0), options)] == [
+        "plain", "lookup, renewal", "suffix, renewal", "ngram, renewal", "model, renewal",
+        "transformers, lookup 10",
+    ]  # fmt: skip
 
 
 def outcome(speeds, calls):
@@ -160,6 +167,11 @@ def test_bars():
     assert verdicts[said.format("suffix, renewal", "0.98")] == "PASS"
     assert verdicts[said.format("lookup, renewal", "0.95")] == "FAIL"
     assert lines[-1].startswith("PASS  greedy output of 5 contestants on 8 texts: 0 differ")
+    more = {"model, gamma 3": 0.7, "model, renewal": 0.625, "transformers, plain": 0.99}
+    lines = bench.bars(outcome({**speeds, **more}, calls), [5])
+    assert "PASS  model, renewal, chat: 1.60 ± 0.00 times plain decoding (1.5 asked)" in lines
+    assert any(line.startswith("FAIL  plain, all kinds: 0.99") for line in lines)
+    assert bench.bars(outcome({"plain": 1.0, mine: 0.5}, calls), [5])[:-1] == []  # no rival
     slow = outcome({**speeds, rival: 0.55}, calls)
     slow.bugs.append("a bug")
     lines = bench.bars(slow, [5])
@@ -192,7 +204,25 @@ def test_record_and_play(monkeypatch, tmp_path, capsys, shipped):
     table = capsys.readouterr().out
     records = json.loads(found.with_suffix(".json").read_text())["records"]
     assert len(records) == 3 and all(r["texts"] == 3 for r in records)
+    times = tmp_path / "times.json"
+    line = ["times", times, "--target", "t", "--rows", 1, 2, 5, "--repeats", 2, "--prompt", 9]
+    assert replay.main([*map(str, line)]) == 0
+    assert min(json.loads(times.read_text()).values()) > 0
+    assert replay.main(["play", str(file), "--gamma", "3", "--times", str(times)]) == 0
+    assert "| suffix, renewal anew " in capsys.readouterr().out
     text = replay.Text(**texts[0])
     assert "| suffix, gamma 3 " in table and "| transformers, lookup 3 " in table
     played = replay.play(text, replay.ours_on(text, LookupDrafter(), 3))
     assert played.tokens == len(text.output) and 1 <= played.calls <= played.tokens
+
+
+def test_speeds_of_a_replay_by_hand():
+    """Three calls of 1 + 3 tokens in place of nine of one, which take 2 of its times each."""
+    times = replay.CallTimes({1: 1.0, 3: 1.8, 5: 2.2}, noise=0.0)
+    assert [times.of(n) for n in (1, 2, 4, 5, 6)] == pytest.approx([1, 1.4, 2.0, 2.2, 2.4])
+    text = replay.Text("", "", [1], [2, 3, 4] * 3, [], 9)
+    played = replay.play(text, lambda written, most: [2, 3, 9], times)
+    assert played == (9, 3, 9, pytest.approx(9 / 6)) and times.clock() == pytest.approx(6)
+    assert replay.speeds([played, played]) == pytest.approx(
+        {"speed": 1.5, "speed_se": 0.0, "least_speed": 1.5}
+    )

@@ -88,7 +88,8 @@ class RoundTimes:
         """Return the time of a round of ``n`` draft tokens, in plain rounds."""
         if n == 0:
             return 1.0
-        return median([self.setup * (1 + self.c * n), *self._seen[n]])
+        line = self.setup * (1 + self.c * n)
+        return float(median([line, *self._seen.get(n, ())]))
 
     def observe(self, n: int, seconds: float) -> None:
         """Count a round of ``n`` draft tokens."""

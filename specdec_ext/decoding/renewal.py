@@ -44,18 +44,28 @@ class RenewalRule:
     `Calibration` learns over all requests; the odds of that rate are multiplied by the request's
     own odds of acceptance over those of all requests, as if confidence and request were independent
     evidence. The token that is not drafted yet counts with the request's mean acceptance rate. rho
-    is a moving sum of tokens over a moving sum of times. c, and how much shorter a round without a
-    draft is, come from `RoundTimes`.
+    is a moving sum of tokens over a moving sum of times. c, how much shorter a round without a
+    draft is, and what was measured of each length come from `RoundTimes`.
+
+    **Drafters that estimate.** One that runs no model and tells the chances of its tokens
+    (``Draft.chances``: a `SuffixDrafter`, say) always proposes what it has, and `keep` leaves out
+    what is not worth the longer call of the target: of all lengths it takes the one whose P, summed
+    up, exceed rho times the measured time the most. The chances are corrected by what became of
+    earlier ones (`Estimates`). The longer nothing was worth it, the less it has to be.
 
     **What looking costs.** To read a token's confidence the host waits for the device. Where that
     takes more than it is expected to gain, drafts get the length that the mean rates make best, and
     `go_on` is None; every eighth round looks all the same, to keep knowing.
 
     **Plain decoding.** Where no length is expected to emit more per time than a round without a
-    draft, nothing is drafted. From time to time one token is drafted in each of two rounds, and
-    drafting begins again once that pays. While drafts pay, a round without one is run now and then
-    to see whether they still do, the more seldom the more they gain; and where all rounds had the
-    same length, one of half of it shows what a draft token costs.
+    draft, nothing is drafted but in trials, and drafting begins again once that pays. Trials are
+    paid for: what rounds that draft have lost against plain ones, by the tokens that they emitted
+    and the time that they took, is at most `CREDIT` plain rounds at first, and a share 1 / (4
+    ``probe``) of all rounds later. So the first drafts are short, and lengthen as they are
+    accepted; the second round of a rule that knows nothing drafts nothing, to see what that takes.
+    While drafts pay, a round without one is run now and then to see whether they still do, the more
+    seldom the more they gain; and where all rounds had the same length, one of half of it shows
+    what a draft token costs.
 
     Parameters
     ----------
@@ -64,7 +74,8 @@ class RenewalRule:
     c : float
         First guess of the time that a draft token takes, in begun rounds.
     probe : int
-        While nothing is drafted: rounds from one trial of drafting to the next, at least 3.
+        While nothing is drafted: trials of drafting lose at most one round in 4 ``probe``; at
+        least 3.
     memory : int
         Rounds after which a round's observations weigh 1/e, at least 2.
     clock : callable
@@ -75,15 +86,16 @@ class RenewalRule:
     times : RoundTimes
         What rounds cost, by the length of their drafts.
     table : Calibration
-        How often draft tokens of a confidence are accepted. Both are kept from one generation to
-        the next.
+        How often draft tokens of a confidence are accepted.
+    estimates : Estimates
+        How good drafters' own estimates are. All three are kept from one generation to the next:
+        keep the rule, too.
 
     Notes
     -----
     What a request drafts depends on the other requests of its batch. So their seeds must differ (as
     they do unless the caller gives equal ones): with equal seeds another request's acceptance would
-    tell this one's draft length of coins that it has not flipped yet. While nothing is drafted, the
-    trials cost 2 c begun rounds in every ``probe``.
+    tell this one's draft length of coins that it has not flipped yet.
 
     References
     ----------
@@ -96,9 +108,11 @@ class RenewalRule:
     >>> policy = RenewalRule(limit=8, c=0.3)
     >>> policy.start(1)
     >>> policy.lengths()
-    [8]
+    [2]
     >>> policy.go_on(torch.tensor([0]), None)  # P(0, 2) = 0.5 * 0.5 at first; rho c = 0.3
     tensor([False])
+    >>> policy.keep([[0.9, 0.9, 0.1]])  # of a drafter that estimates
+    [2]
     """
 
     PRIOR = 4.0  # trials at the rate of all requests that a request's own rate begins with
@@ -107,6 +121,7 @@ class RenewalRule:
     KNOWN = 8  # tested draft tokens from which drafts may have any length
     FIRST = 0.5, 4.0  # acceptance rate that is believed in at first, and trials that count so
     SETUP = 1.4  # begun rounds that drafts with estimates have to be worth until that is measured
+    LEAST = 0.01  # tokens that a further draft token must be expected to add, whatever it costs
     CREDIT = 1.5  # plain rounds' time that trials may lose at first
 
     def __init__(
@@ -156,6 +171,22 @@ class RenewalRule:
         self._seen: list[list[int | None] | None] = []  # bin of confidence, by token and request
         self._asked = 0.0  # seconds that go_on took in this round
         self._chances: Sequence[Sequence[float]] | None = None  # estimated by the drafter
+        rho = self._look_ahead()
+        self._best = self._best_length(rho)
+        self._may_ask = not self._estimated and self._is_worth_asking()
+        # Where chances are estimated of all that is proposed, `keep` decides.
+        length = self.limit if self._estimated else self._length(rho)
+        self._lengths = [
+            length if self._estimated or alpha >= self._share else 0 for alpha in self._alphas
+        ]
+        if not (self._best or self._estimated) and self._knows_plain and self._is_trial():
+            longest = 1 if self._knows_acceptance else self._cap
+            self._lengths = [max(length, longest) for length in self._lengths]
+        self._survival = [float(length > 0) for length in self._lengths]
+        return list(self._lengths)
+
+    def _look_ahead(self) -> float:
+        """Work out what is expected of this round's tokens, and of time; return rho."""
         prior = self._everyone.rate(*self.FIRST)
         self._alphas = [trials.rate(prior, self.PRIOR) for trials in self._trials]
         self._odds = list(map(odds, self.table.rates()))
@@ -165,21 +196,13 @@ class RenewalRule:
         self._rho = rho = max(sum(self._tokens) / self._time, self.times.setup * batch)
         self._needed = rho * self.times.c  # what the sum of all P must reach
         self._share = self._needed / max(batch, 1) ** 2  # what a request's own P must reach
-        self._best = self._best_length(rho)
-        self._may_ask = not self._estimated and self._is_worth_asking()
-        if self._estimated:  # `keep` decides
-            self._lengths = [self.limit] * batch
-            return list(self._lengths)
+        return rho
+
+    def _length(self, rho: float) -> int:
+        """Return the most that a request may draft that is worth its share of the time."""
         open_end = self._best > 0 and self._may_ask and self._was_asked
         length = self._explored(self.limit if open_end else self._best, rho)
-        if not self._knows_acceptance:
-            length = min(length, self._cap)
-        self._lengths = [length if alpha >= self._share else 0 for alpha in self._alphas]
-        if not self._best and self._knows_plain and self._is_trial():
-            longest = 1 if self._knows_acceptance else self._cap
-            self._lengths = [max(length, longest) for length in self._lengths]
-        self._survival = [float(length > 0) for length in self._lengths]
-        return list(self._lengths)
+        return length if self._knows_acceptance else min(length, self._cap)
 
     def _is_worth_asking(self) -> bool:
         """Tell whether looking at confidence gains more tokens than its time is worth."""
@@ -193,6 +216,8 @@ class RenewalRule:
         survival, length = [1.0] * len(self._alphas), 0
         for n in range(1, self.limit + 1):
             survival = [p * alpha for p, alpha in zip(survival, self._alphas, strict=True)]
+            if sum(survival) < self.LEAST:
+                break
             gain += sum(survival)
             worth = gain - rho / self.times.setup * (self.times.relative(n) - 1)
             if worth > best:
@@ -331,9 +356,7 @@ class RenewalRule:
     def _knows_acceptance(self) -> bool:
         return max(self._everyone.tested, self.table.trials) > self.KNOWN
 
-    def _learn_estimates(
-        self, steps: int, drafted: Sequence[int], accepted: Sequence[int]
-    ) -> None:
+    def _learn_estimates(self, steps: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Compare what the drafter estimated with what verification made of it."""
         self._estimated = self._chances is not None or (self._estimated and steps == 0)
         self._idle = 0 if steps else self._idle + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor
 
 from ..._host import Growth, SuffixTrie
@@ -37,8 +39,7 @@ class CountingReader:
 def draft_of(chains: list[Growth], positions: Tensor) -> Draft:
     """Return a draft of one chain a request, with what each token's chances are thought to be."""
     chances = [
-        [after / before for before, after in zip([1.0, *chain.survivals[:-1]], chain.survivals, strict=False)]
-        for chain in chains
+        [after / before for before, after in pairwise([1.0, *chain.survivals])] for chain in chains
     ]
     return deterministic_draft([chain.tokens for chain in chains], positions, chances)
 

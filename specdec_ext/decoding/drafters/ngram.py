@@ -193,10 +193,10 @@ class NgramDrafter(TextDrafter[_Reader]):
                 text.append(token)
         if not tokens:
             return Draft(positions.new_empty(len(texts), 0))
-        drawn, rows = torch.stack(tokens, 1), torch.stack(laws, 1)
+        drawn, law = torch.stack(tokens, 1), torch.stack(laws, 1)
         if self.sampled:
-            return Draft(drawn, rows if self._requests.needs_law else None)
-        chances = rows.softmax(-1).gather(2, drawn[..., None])[..., 0]
+            return Draft(drawn, law if self._requests.needs_law else None)
+        chances = law.softmax(-1).gather(2, drawn[..., None])[..., 0]
         return Draft(drawn, chances=chances.tolist())
 
     def _draw(self, logits: Tensor, positions: Tensor, i: int) -> Tensor:

@@ -155,7 +155,9 @@ class SeveralDrafters:
             part = logits[:, columns, : draft.logits.shape[2]]
             part.copy_(torch.where(here[..., None], draft.logits.float(), part))
             logits[:, columns, draft.logits.shape[2] :].masked_fill_(here[..., None], -torch.inf)
-        return Draft(tokens, logits, kinds) if sizes else Draft(tokens, chances=self._chances(batch))
+        if sizes:
+            return Draft(tokens, logits, kinds)
+        return Draft(tokens, chances=self._chances(batch))
 
     def _chances(self, batch: int) -> list[list[float]] | None:
         """Return the chances of the merged tokens, if every drafter estimates them."""
