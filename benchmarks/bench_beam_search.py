@@ -24,6 +24,7 @@ from torch import Tensor
 
 import specdec_ext
 from specdec_ext.commands.pair import find_prompts, load_pair
+from specdec_ext.decoding.cache_names import own_cache_name
 from specdec_ext.decoding.encoder_decoder import encoded
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -93,7 +94,7 @@ def task_of(arguments: argparse.Namespace) -> Task:
 def theirs(task: Task, ids: Tensor, arguments: argparse.Namespace) -> Beams:
     """Search by transformers."""
     # That of transformers' own choosing has as many layers as the encoder.
-    cache = {} if task.start is None else {"past_key_values": growing_cache()}
+    cache = {} if task.start is None else {own_cache_name(): growing_cache()}
     start = time.perf_counter()
     found = task.target.generate(
         ids,

@@ -9,13 +9,18 @@ sliding windows and of recurrent models do not roll back so; `specdec_ext.genera
 and batches.)
 """
 
+import inspect
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 import specdec_ext
 from specdec_ext.commands.pair import find_pair
+
+# The argument by which models take their caches: past_key_values before transformers 5.24.
+NAMES = inspect.signature(LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in NAMES else "past_key_values"
 
 
 def crop(cache, length):
@@ -32,8 +37,8 @@ def complete(target, draft, tokens, new_tokens, *, gamma=4, temperature=0.8, see
     law = {"temperature": torch.tensor([temperature])}
     of_target, of_draft = DynamicCache(config=target.config), DynamicCache(config=draft.config)
     if tokens.shape[1] > 1:  # the last token is run in the first round, which wants its logits
-        target(tokens[:, :-1], past_key_values=of_target)
-        draft(tokens[:, :-1], past_key_values=of_draft)
+        target(tokens[:, :-1], **{CACHE: of_target})
+        draft(tokens[:, :-1], **{CACHE: of_draft})
     while tokens.shape[1] < end:
         # Where the round begins. It keys the randomness, and grows: no round reuses a coin.
         where = {"seeds": torch.tensor([seed]), "positions": torch.tensor([tokens.shape[1]])}
@@ -41,12 +46,12 @@ def complete(target, draft, tokens, new_tokens, *, gamma=4, temperature=0.8, see
         text, rows = tokens, []
         for i in range(gamma):  # propose; at first the cache may lack two tokens
             lacking = text[:, of_draft.get_seq_length() :]
-            rows.append(draft(lacking, past_key_values=of_draft).logits[:, -1:])
+            rows.append(draft(lacking, **{CACHE: of_draft}).logits[:, -1:])
             drawn = specdec_ext.sample(rows[i][:, 0], draft_index=i, **law, **where)
             text = torch.cat([text, drawn.tokens[:, None]], 1)
 
         lacking = text[:, of_target.get_seq_length() :]  # one call for gamma + 1 rows
-        logits = target(lacking, past_key_values=of_target).logits
+        logits = target(lacking, **{CACHE: of_target}).logits
         emitted, accepted, *_ = torch.ops.specdec.verify(
             logits, text[:, -gamma:], torch.cat(rows, 1), **law, **where
         )

@@ -46,6 +46,7 @@ from .decoding import (
     Statistics,
     generate,
 )
+from .decoding.cache_names import STATE_NAMES, own_cache_name
 from .decoding.drafters.early_exit import first_layers
 from .decoding.encoder_decoder import encoded, rows_of
 from .decoding.processors import ByRequest
@@ -64,8 +65,7 @@ _GENERATE = inspect.unwrap(_generation.GenerationMixin.generate).__code__
 _KEPT_BACK = ("assistant_model", "streamer")  # arguments of it that no other function is handed
 #: What ``model.generate`` prepares and the loop makes for itself.
 _PREPARED = {
-    "attention_mask", "cache_params", "cache_position", "logits_to_keep", "past_key_values",
-    "position_ids", "state", "use_cache",
+    "attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache", *STATE_NAMES,
 }  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def generate_fn(
             if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         ],
         pad_token_id=_padding(config, beams),
-        static_cache=_is_static(model_kwargs.get("past_key_values")),
+        static_cache=_is_static(model_kwargs.get(own_cache_name())),
         padded_texts=True,  # min_new_tokens and their like count from the padded prompts' end
         draft_beams=draft_beams,
         **_of_beams(config, beams),
@@ -433,7 +433,7 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
         wanted.append(f"cache_implementation={config.cache_implementation!r}")
     wanted += [
         f"{name} that are not empty"
-        for name in ("past_key_values", "cache_params", "state")
+        for name in STATE_NAMES
         if not _is_empty(model_kwargs.get(name))
     ]
     if wanted:

@@ -30,6 +30,7 @@ from specdec_ext.decoding import (
     SuffixDrafter,
     UniformDrafter,
 )
+from specdec_ext.decoding.cache_names import cache_of, own_cache_name
 from specdec_ext.decoding.encoder_decoder import encoded
 
 NEW = 12
@@ -494,8 +495,9 @@ def cached_continuation(model: Any, prompts: Prompts) -> list[int]:
     found: list[int] = []
     feed, cache = prompts.texts[0], None
     while len(found) < prompts.new:
-        out = model(**given, **{name: torch.tensor([feed])}, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        fed = {name: torch.tensor([feed]), own_cache_name(): cache}
+        out = model(**given, **fed, use_cache=True)
+        cache = cache_of(out)
         found.append(int(out.logits[0, -1].argmax()))
         feed = found[-1:]
     return found

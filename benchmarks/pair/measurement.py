@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pair.data import BOS, EOS, HELD_OUT, POSITIONS, VOCABULARY, Data, collect_corpus, encode
 from pair.training import DRAFT_SHAPE, TARGET_SHAPE
+from specdec_ext.decoding.cache_names import cache_of, own_cache_name
 
 # At T = 1, on held-out text.
 WANTED_ALPHA = 0.6
@@ -189,11 +190,12 @@ def forward_seconds(model: LlamaForCausalLM, new_tokens: int, context: int = 128
     The least of many, because a median says how busy the machine was.
     """
     inputs = torch.zeros(1, context, dtype=torch.int64)
-    cache = model(input_ids=inputs, use_cache=True).past_key_values
+    cache = cache_of(model(input_ids=inputs, use_cache=True))
+    given = {own_cache_name(): cache, "use_cache": True}
     times = []
     for _ in range(200):
         start = time.perf_counter()
-        model(input_ids=inputs[:, :new_tokens], past_key_values=cache, use_cache=True)
+        model(input_ids=inputs[:, :new_tokens], **given)
         times.append(time.perf_counter() - start)
         cache.crop(-new_tokens)
     return min(times)

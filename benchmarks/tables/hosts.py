@@ -21,6 +21,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from specdec_ext.decoding import Statistics
+from specdec_ext.decoding.cache_names import own_cache_name
 from tables.decode import Way
 from tables.shared import Sentence
 
@@ -78,7 +79,7 @@ def decode(model: Any, source: Sequence[int], new: int, **options: Any) -> Decod
         begin = time.perf_counter()
         written = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-            past_key_values=growing_cache(), **options,
+            **{own_cache_name(): growing_cache()}, **options,
         )  # fmt: skip
         seconds = time.perf_counter() - begin
     return Decoded(_new_tokens(written[0], model.generation_config), counter.calls, seconds)

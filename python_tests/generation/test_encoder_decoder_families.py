@@ -12,6 +12,7 @@ from torch import nn
 import specdec_ext
 from specdec_ext import hf
 from specdec_ext.decoding import decoder_trials
+from specdec_ext.decoding.cache_names import cache_of, own_cache_name
 from specdec_ext.decoding.decoder_positions import ToldPositions
 from specdec_ext.decoding.encoder_decoder import encoded
 
@@ -280,9 +281,9 @@ def test_padding_inside_a_text_counts_as_in_plain_decoding():
     for token in text.split(1, 1):
         out = target(
             encoder_outputs=encoder, attention_mask=inputs["attention_mask"],
-            decoder_input_ids=token, past_key_values=cache, use_cache=True,
+            decoder_input_ids=token, use_cache=True, **{own_cache_name(): cache},
         )  # fmt: skip
-        cache = out.past_key_values
+        cache = cache_of(out)
         answers.append(out.logits)
     run = encoded(target, **inputs).begin()
     mine = transformers.DynamicCache()

@@ -31,6 +31,7 @@ from transformers.generation.logits_process import (
 
 from specdec_ext import hf
 from specdec_ext.decoding import Burst, StaticTree, generate
+from specdec_ext.decoding.cache_names import own_cache_name
 
 NEW = 20
 OURS = {"custom_generate": hf.generate_fn, "gamma": 3}
@@ -214,9 +215,9 @@ def test_a_cache_that_is_not_empty_is_refused():
     target, draft = models()
     ids, _ = prompts([5])
     cache = DynamicCache(config=target.config)
-    target(input_ids=ids[:, :-1], past_key_values=cache)
+    target(input_ids=ids[:, :-1], **{own_cache_name(): cache})
     with pytest.raises(ValueError, match="not empty"):
-        target.generate(ids, past_key_values=cache, **OURS, draft_model=draft)
+        target.generate(ids, **{own_cache_name(): cache}, **OURS, draft_model=draft)
 
 
 # ---- what transformers' own assisted generation takes ------------------------------------------

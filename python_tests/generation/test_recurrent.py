@@ -22,7 +22,7 @@ from specdec_ext.decoding.drafters.lookup import LookupDrafter
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.drafters.stacked import StackedDrafter
 from specdec_ext.decoding.recurrent import RecurrentModel
-from specdec_ext.decoding.states import State
+from specdec_ext.decoding.states import State, state_argument
 from specdec_ext.decoding.trees import StaticTree
 from specdec_ext.hf import generate_fn
 
@@ -139,7 +139,7 @@ def test_inside_transformers(kind):
         ids, custom_generate=generate_fn, draft_model=perturbed(target, 0.02), gamma=3, **options
     )
     assert torch.equal(given, expected)
-    name = {"mamba": "cache_params", "rwkv": "state", "bamba": "past_key_values"}[kind]
+    name = state_argument(target)
     if kind != "rwkv":
         used = getattr(target(input_ids=ids, use_cache=True), name)
         with pytest.raises(ValueError, match=f"{name} that are not empty"):

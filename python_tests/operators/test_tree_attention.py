@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import specdec_ext
 from specdec_ext import attention
+from specdec_ext.decoding.cache_names import own_cache_name
 
 # Triton's interpreter does bfloat16 products in float32, which is what hardware does.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -606,14 +607,15 @@ def tree_forward(model, layout, mask_of):
         counts[b, where], ids[b, where] = 1, torch.tensor(prefix)
     cache = DynamicCache(config=model.config)
     positions = (counts.cumsum(1) - 1).clamp(min=0)
-    model(ids, attention_mask=counts, position_ids=positions, past_key_values=cache)
+    given = {own_cache_name(): cache}
+    model(ids, attention_mask=counts, position_ids=positions, **given)
     tree = specdec_ext.tree_mask(PARENTS)
     lens = counts.sum(1)
     logits = model(
         TOKENS,
         attention_mask=mask_of(tree.ancestors, lens, width, counts),
         position_ids=specdec_ext.tree_position_ids(tree.depths, lens),
-        past_key_values=cache,
+        **given,
     ).logits
     return logits, cache, counts
 
@@ -655,7 +657,7 @@ def test_decoding_goes_on_after_compaction(llama):
             torch.tensor([[40], [41]]),
             attention_mask=counts,
             position_ids=counts.sum(1, keepdim=True) - 1,
-            past_key_values=cache,
+            **{own_cache_name(): cache},
         ).logits[:, 0]
     for b, (node, token) in enumerate(((6, 40), (3, 41))):
         expected = plain_logits(llama, PREFIXES[b] + tokens_to(b, node) + [token])

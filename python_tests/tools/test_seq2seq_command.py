@@ -20,6 +20,8 @@ from pair.seq2seq.models import Family, load_family  # noqa: E402
 from pair.seq2seq.sizes import SIZES, build_model  # noqa: E402
 from pair.seq2seq.training import Options, batch_loss  # noqa: E402
 
+from specdec_ext.decoding.cache_names import own_cache_name  # noqa: E402
+
 WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fünf"}
 
 
@@ -220,7 +222,7 @@ def test_a_teacher_writes_what_it_writes_alone(family):
     for source, written in zip(chosen.sources[:5], rewritten.targets, strict=False):
         alone = teacher.generate(
             torch.tensor([source]), max_new_tokens=128, do_sample=False,
-            past_key_values=growing_cache(),
+            **{own_cache_name(): growing_cache()},
         )  # fmt: skip
         assert alone[0, 1:].tolist() == written
     assert all(1 not in written[:-1] for written in rewritten.targets)

@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from pair.seq2seq.sizes import build_model  # noqa: E402
 from tables import hosts, quality  # noqa: E402
 
+from specdec_ext.decoding.cache_names import cache_of  # noqa: E402
+
 sacrebleu = pytest.importorskip("sacrebleu")
 
 HYPOTHESES = ["the cat sat on the mat", "a dog barked at me today", "one two three four five"]
@@ -132,7 +134,7 @@ def test_prompt_lookup_is_given_the_source(model):
 
     def next_tokens(module, args, kwargs, output):
         # Whatever was written, the next token is the source's at that place.
-        past = output.past_key_values.get_seq_length() - output.logits.shape[1]
+        past = cache_of(output).get_seq_length() - output.logits.shape[1]
         output.logits.fill_(0.0)
         for k in range(output.logits.shape[1]):
             place = min(past + k, len(wanted) - 1)

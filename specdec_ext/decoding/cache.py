@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..tree_masks import additive_mask
+from .cache_names import cache_name, own_cache_name
 from .counts import Counts
 
 try:
@@ -116,6 +117,8 @@ class CachedModel:
         self._reads_features = reads_features
         self._vocabulary = vocabulary_size(model)
         self._accepts = accepted_arguments(model)
+        # A model with neither is refused elsewhere, or called in vain: by its own message.
+        self._cache_name = cache_name(self._accepts) or own_cache_name()
         self.slots = 0
         self.lengths = [0] * ends.shape[0]  # tokens in the cache, of each row
         self._mask: Tensor | None = None  # [B, capacity] int64; None: no padding and no hole
@@ -296,8 +299,8 @@ class CachedModel:
         last = None if self._vocabulary is None else self._vocabulary - 1
         output = self.model(
             input_ids=tokens.clamp(min=0, max=last),
-            past_key_values=self.cache,
             use_cache=True,
+            **{self._cache_name: self.cache},
             **kwargs,
         )
         if not hasattr(output, "logits"):
@@ -479,7 +482,7 @@ def accepted_arguments(model: Any) -> set[str]:
     """Return which of the optional arguments ``model.forward`` names (a bare wrapper: all)."""
     parameters = inspect.signature(described(model).forward).parameters.values()
     if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        return {"position_ids", "logits_to_keep", "past_key_values"}
+        return {"position_ids", "logits_to_keep", own_cache_name()}
     return {p.name for p in parameters}
 
 
@@ -520,7 +523,7 @@ def refuse_unsuitable(model: Any) -> None:
             f"generate: {type(model).__name__} is an encoder-decoder; wrap it and its inputs in "
             "specdec_ext.decoding.encoder_decoder.encoded()"
         )
-    if "past_key_values" not in accepted_arguments(model):
+    if cache_name(accepted_arguments(model)) is None:
         raise ValueError(
             f"generate: {type(model).__name__} has no key-value cache, so it cannot roll back "
             "rejected tokens; attention layers only"

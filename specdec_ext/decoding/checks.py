@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Set
 from numbers import Real
 from typing import Any
 
+from .cache_names import CACHE_NAMES, cache_name
+
 __all__ = [
     "shown",
     "flag",
@@ -208,7 +210,7 @@ def is_model(value: Any) -> bool:
     except (TypeError, ValueError):  # a compiled function may hide its own
         return True
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    passed = ("input_ids", "past_key_values", "use_cache")
+    passed = ("input_ids", cache_name(signature.parameters) or CACHE_NAMES[0], "use_cache")
     given = [name for name in passed if takes_any or name in signature.parameters]
     try:
         signature.bind(**dict.fromkeys(given))

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
+from .cache_names import cache_name
 from .module_views import with_copies
 from .probe import ordinary_texts
 from .states import Caller, State, state_argument
@@ -273,8 +274,9 @@ def _mixers(model: Any, holders: Sequence[str]) -> list[str]:
 
 
 def _takes_cache(module: nn.Module) -> bool:
-    names = unwrap(type(module).forward).__code__.co_varnames
-    return "cache_params" in names or "past_key_values" in names
+    code = unwrap(type(module).forward).__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return "cache_params" in names or cache_name(names) is not None
 
 
 def _cache_among(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

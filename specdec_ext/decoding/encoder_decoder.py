@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
+from .cache_names import cache_name, own_cache_name
 from .decoder_distances import ToldDistances
 from .decoder_positions import PositionTable, ToldPositions
 from .decoder_trials import find_manner
@@ -117,9 +118,11 @@ class EncodedModel:
                 f"generate: {len(self.states)} inputs were encoded, but there are "
                 f"{len(input_ids)} requests"
             )
+        accepted = signature(model.forward).parameters
         if cache is not None:
-            kwargs["past_key_values"] = EncoderDecoderCache(cache, self._cross)
-        if self.mask is not None and "attention_mask" in signature(model.forward).parameters:
+            name = cache_name(accepted) or own_cache_name()
+            kwargs[name] = EncoderDecoderCache(cache, self._cross)
+        if self.mask is not None and "attention_mask" in accepted:
             kwargs["attention_mask"] = self.mask
         outputs = self.outputs
         if self.writes:

@@ -22,6 +22,7 @@ from .cache import (
     described,
     vocabulary_size,
 )
+from .cache_names import CACHE_NAMES, STATE_NAMES
 from .layers import GrowingLayer
 
 __all__ = ["Caller", "State", "keeps_state", "state_argument"]
@@ -33,22 +34,21 @@ _APPENDING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)
 def state_argument(model: Any) -> str | None:
     """Return the argument by which a model takes what it remembers; None if it takes nothing."""
     accepted = accepted_arguments(model)
-    names = ("past_key_values", "cache_params", "state")
-    return next((name for name in names if name in accepted), None)
+    return next((name for name in STATE_NAMES if name in accepted), None)
 
 
 def keeps_state(model: Any) -> bool:
     """Tell whether a causal model keeps a state from which single tokens cannot be taken back.
 
     Either it says so, or its cache has layers that are more than keys and values, or it takes what
-    it remembers by another name than ``past_key_values``.
+    it remembers by another name than those of a key-value cache.
     """
     inner = described(model)
     config = getattr(inner, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return False
     name = state_argument(model)
-    if name != "past_key_values":
+    if name not in CACHE_NAMES:
         return name is not None
     if not hasattr(config, "get_text_config"):
         return False

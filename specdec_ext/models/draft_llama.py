@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..decoding.cache_names import own_cache_name
 from ..decoding.checks import integer
 
 __all__ = ["DraftLlama", "DraftLlamaConfig"]
@@ -159,6 +160,7 @@ class DraftLlama(PreTrainedModel):
         past_key_values: Any = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Run tokens of the target's.
@@ -167,27 +169,30 @@ class DraftLlama(PreTrainedModel):
         ----------
         input_ids : Tensor
             ``[B, n]`` int64, any of the target's tokens.
-        attention_mask, position_ids, past_key_values, use_cache, logits_to_keep, **kwargs
+        attention_mask, position_ids, use_cache, logits_to_keep, **kwargs
             As of `transformers.LlamaForCausalLM`.
+        cache, past_key_values
+            The key-value cache, by either of the names that versions of transformers have for it.
 
         Returns
         -------
         CausalLMOutputWithPast
-            ``logits`` ``[B, n, Vd]``, of the token behind each, and ``past_key_values``.
+            ``logits`` ``[B, n, Vd]``, of the token behind each, and the cache.
         """
+        name = own_cache_name()
         output = self.layers(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
+            **{name: past_key_values if cache is None else cache},
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         embedding: Any = self.layers.embed_tokens
         return CausalLMOutputWithPast(
             logits=F.linear(output.last_hidden_state[:, kept], embedding.weight[:-1]),
-            past_key_values=output.past_key_values,
+            **{name: output[name] if name in output else None},
         )
 
     @classmethod

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..decoding.cache_names import own_cache_name
 from ..decoding.checks import integer
 
 __all__ = ["EagleHead", "EagleHeadConfig", "eagle_loss"]
@@ -135,8 +136,8 @@ class EagleHead(PreTrainedModel):
             inputs_embeds=self.fuse(torch.cat([embedded, features.to(embedded.dtype)], -1)),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
+            **{own_cache_name(): past_key_values},
         ).last_hidden_state
         logits = self.projection(states[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=logits, hidden_states=(states,))

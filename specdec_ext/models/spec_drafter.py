@@ -25,6 +25,7 @@ from transformers.models.t5.modeling_t5 import (
     T5Stack,
 )
 
+from ..decoding.cache_names import own_cache_name
 from ..decoding.checks import integer
 from ..decoding.counts import Counts
 from ..tree_masks import additive_mask
@@ -172,7 +173,7 @@ class _BlockDecoder(T5PreTrainedModel):
                 states,
                 source_mask,
                 source_bias,
-                past_key_values=cache,
+                **{own_cache_name(): cache},
             )
         normed: Tensor = self.dropout(self.final_layer_norm(hidden))
         return normed

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
 
 from pair.seq2seq.data import BUCKETS, EOS_ID, Pairs, batch_of, in_order
+from specdec_ext.decoding.cache_names import own_cache_name
 
 ROWS = 32
 
@@ -48,7 +49,7 @@ def write_targets(
                 max_new_tokens=BUCKETS[-1],
                 do_sample=False,
                 num_beams=beams,
-                past_key_values=growing_cache(),
+                **{own_cache_name(): growing_cache()},
             )
             for row, tokens in zip(rows, found[:, 1:].tolist(), strict=True):
                 end = tokens.index(EOS_ID) + 1 if EOS_ID in tokens else len(tokens)
