@@ -25,6 +25,7 @@ from specdec_ext.decoding import (
     RenewalRule,
     beam_drafter,
     beam_generation,
+    beam_trees,
 )
 from specdec_ext.models.draft_llama import DraftLlama
 
@@ -108,6 +109,15 @@ def test_requests_leave_while_tokens_wait():
         limits = [5, 13, 9]
         found = drafted(target, TableModel(target.table), AtRandom(3, seed), max_new_tokens=limits)
         assert found.new_tokens == limits and found.rejected == 0
+
+
+@pytest.mark.parametrize("loose", [0, 7, 10**6])
+def test_slots_that_nobody_needs_are_dropped_at_any_time(loose, monkeypatch):
+    monkeypatch.setattr(beam_trees, "LOOSE", loose)
+    target, _ = tables(14)
+    for seed in range(3):
+        found = drafted(target, TableModel(target.table), AtRandom(4, seed))
+        assert found.rejected == 0 and found.accepted > 6
 
 
 def renewed(noise, price):

@@ -2,7 +2,7 @@
 
 A request has one row of each model's cache: its prompt, and behind it, as nodes of one tree that
 goes on from round to round, the tokens of its live beams. A token that several beams share is one
-node; each node sees the prompt and its own ancestors. After a round the nodes that no live beam
+node; each node sees the prompt and its own ancestors. Now and then the nodes that no live beam
 needs are dropped and the others move together; nothing is computed twice. (A row for each beam, as
 transformers has it, would hold the prompt W times, copy whole rows where beams change places, and
 pad each beam's part of a draft's tree to the largest. And the encoder's output is read once for
@@ -21,6 +21,10 @@ from .drafters.tree import Branches
 from .hosting import HostedModel
 
 __all__ = ["BeamSlots", "BeamTree", "LiveBeams", "own_nodes"]
+
+#: Nodes that may come until those that no beam needs are dropped. Attention to a few more slots
+#: costs less than moving the others together in every round, which is two calls for each layer.
+LOOSE = 32
 
 
 class LiveBeams(NamedTuple):
@@ -102,6 +106,7 @@ class BeamSlots:
         # [B, W, t]: which of the tree's nodes hold tokens of each live beam. In a batch some rows
         # need fewer than others; what stands in the rest is seen by nobody.
         self.seen = torch.zeros(batch, width, 0, dtype=torch.bool, device=device)
+        self._together = 0  # nodes that there were when all were needed
 
     def branches(self, depths: Tensor) -> Branches:
         """Begin with one new node for each live beam, at ``depths`` ``[B, W]``."""
@@ -117,7 +122,7 @@ class BeamSlots:
         return self.hosted.forward_nodes(tree.tokens, self._branches.seen, self._branches.depths)
 
     def keep(self, nodes: Tensor, alive: Tensor) -> None:
-        """Drop what the new live beams do not need.
+        """Go on to the new live beams; what they do not need is dropped now and then.
 
         Parameters
         ----------
@@ -130,14 +135,20 @@ class BeamSlots:
 
     def _keep(self, branches: Branches, nodes: Tensor, alive: Tensor) -> None:
         wide = nodes[:, :, None].expand(-1, -1, branches.seen.shape[2])
-        seen = branches.seen.gather(1, wide) & alive[:, :, None]
-        needed = seen.any(1)  # [B, t]
+        self.seen = branches.seen.gather(1, wide) & alive[:, :, None]
+        if self.seen.shape[2] - self._together > LOOSE:
+            self._move_together()
+
+    def _move_together(self) -> None:
+        """Drop the nodes that no live beam needs."""
+        needed = self.seen.any(1)  # [B, t]
         # Nodes before the first that some row can do without stay where they are.
         stays = needed.all(0).long().cumprod(0).sum()
         first, most = torch.stack([stays, needed.sum(1).max()]).tolist()
         order = (~needed).long().sort(dim=1, stable=True).indices[:, :most]
         self.hosted.keep_tree(order[:, first:], first)
-        self.seen = seen.gather(2, order[:, None].expand(-1, seen.shape[1], -1))
+        self.seen = self.seen.gather(2, order[:, None].expand(-1, self.seen.shape[1], -1))
+        self._together = most
 
     def select(self, rows: Tensor, indices: list[int]) -> None:
         """Keep only these requests, given on the device and on the host."""
