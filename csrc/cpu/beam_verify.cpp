@@ -110,7 +110,7 @@ void combine_tiles(Task* task, const TileSweep* tiles, int64_t n, bool log_probs
 // The lowest of the `rank` highest maxima of groups: so many entries at least are not below it.
 float highest_floor(const float* group_max, int64_t groups, int64_t rank) {
   if (rank > kMaxRank || rank > groups) return -INFINITY;
-  float best[kMaxRank];
+  float best[kMaxRank] = {};
   int64_t count = 0;
   for (int64_t g = 0; g < groups; ++g) {
     const float value = group_max[g];
@@ -122,6 +122,18 @@ float highest_floor(const float* group_max, int64_t groups, int64_t rank) {
   return best[rank - 1];
 }
 
+// The entries of a group of a row, which has neither mask nor list here.
+const float* view_group(const Row& row, int64_t begin, int64_t n, float* buffer) {
+  if (row.element == Element::kFloat32) return static_cast<const float*>(row.data) + begin;
+  const uint16_t* source = static_cast<const uint16_t*>(row.data) + begin;
+  if (row.element == Element::kBFloat16) {
+    widen_tile<widen_bfloat16>(source, n, buffer);
+  } else {
+    widen_tile<widen_float16>(source, n, buffer);
+  }
+  return buffer;
+}
+
 // The best offers of a beam that do not end.
 void choose_offers(const BeamVerifyParams& p, const float* group_max, Task* task, Offer* offers) {
   const int64_t vocab = task->row.vocab, groups = num_groups(vocab);
@@ -130,12 +142,13 @@ void choose_offers(const BeamVerifyParams& p, const float* group_max, Task* task
   OfferList best{offers, p.width};
   for (int64_t g = 0; g < groups; ++g) {
     if (group_max[g] < lowest) continue;
-    const int64_t end = (g + 1) * kGroup < vocab ? (g + 1) * kGroup : vocab;
-    for (int64_t i = g * kGroup; i < end; ++i) {
-      const float logit = row_value(task->row, i);
-      if (!(logit >= lowest)) continue;
-      const Offer offer{offer_score(task->law, logit, task->score), task->place, i};
-      if (offer.score > -INFINITY && best.takes(offer) && !is_eos(p, i)) best.add(offer);
+    const int64_t begin = g * kGroup, n = vocab - begin < kGroup ? vocab - begin : kGroup;
+    float buffer[kGroup];
+    const float* logits = view_group(task->row, begin, n, buffer);
+    for (int64_t i = 0; i < n; ++i) {
+      if (!(logits[i] >= lowest)) continue;
+      const Offer offer{offer_score(task->law, logits[i], task->score), task->place, begin + i};
+      if (offer.score > -INFINITY && best.takes(offer) && !is_eos(p, offer.token)) best.add(offer);
     }
   }
   task->num_offers = best.count;
