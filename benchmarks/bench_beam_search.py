@@ -19,10 +19,11 @@ are against transformers: of all texts together, and the median over them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +88,16 @@ class Levels:
 
 
 LEVELS = Levels()
+
+
+@contextlib.contextmanager
+def counted_levels() -> Iterator[None]:
+    """Let `LEVELS` see what `generate` decides."""
+    ops.beam_verify = LEVELS
+    try:
+        yield
+    finally:
+        ops.beam_verify = LEVELS.verify
 
 
 def ends_of(model: Any) -> list[int]:
@@ -257,7 +268,7 @@ def gamma_of(text: str) -> int | str:
     return text if text == RENEWAL else int(text)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and write; 1 where scores differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -279,11 +290,10 @@ def main() -> int:
     parser.add_argument("--length-penalty", type=float, default=1.0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, help="write OUT.json, .csv and .md")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    ops.beam_verify = LEVELS
-    with torch.inference_mode():
+    with torch.inference_mode(), counted_levels():
         records = run(arguments)
     names = list(records[0])
     rows = [
