@@ -476,3 +476,32 @@ def test_the_picture_is_what_a_terminal_shows():
     drawn = ET.parse(ROOT / "docs" / "demo.svg").getroot()
     classes = {node.get("class") for node in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"accepted", "replaced", "target"} <= classes
+
+
+# --- merges -------------------------------------------------------------------------------------
+
+MARKER = re.compile(r"^(<{7}|>{7}|\|{7}) ", re.MULTILINE)
+TEXTS = {".py", ".md", ".toml", ".cpp", ".h", ".cu", ".cuh", ".txt", ".yaml", ""}
+OURS = ("benchmarks", "csrc", "docs", "examples", "python_tests", "specdec_ext", ".ci")
+
+
+def texts_of_the_tree() -> list[Path]:
+    """Return the files that people write."""
+    found = [path for folder in OURS for path in (ROOT / folder).rglob("*")]
+    return [path for path in [*found, *ROOT.iterdir()] if path.is_file() and path.suffix in TEXTS]
+
+
+def unmerged(text: str) -> bool:
+    return MARKER.search(text) is not None
+
+
+def test_no_merge_was_left_half_done():
+    """Such lines once stood in a page for days, and nothing failed."""
+    texts = texts_of_the_tree()
+    assert len(texts) > 400
+    assert [str(path) for path in texts if unmerged(path.read_text(errors="replace"))] == []
+
+
+def test_a_merge_left_half_done_is_found():
+    assert unmerged("a\n" + "<" * 7 + " HEAD\nb\n" + "=" * 7 + "\nc\n" + ">" * 7 + " branch\n")
+    assert not unmerged("a heading\n=======\n\n>>> 1 + 1\n2\n")
