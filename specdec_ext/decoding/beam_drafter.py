@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import ops
 from .beam_trees import BeamSlots, BeamTree, LiveBeams, own_nodes
+from .beams import MOST_BEAMS
 from .checks import is_model, shown
 from .drafters.hosted import ModelHost
 from .drafters.interface import GoOn, over_the_target
@@ -143,9 +145,9 @@ class BeamDrafter(BeamSlots):
     ) -> None:
         super().__init__(hosted, batch, width, device)
         self._draft_width, self._token_ids = draft_width, token_ids
-        self._ends = ends  # entries of the draft's rows
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)  # entries of its rows
         if token_ids is not None:
-            self._ends = [i for i, token in enumerate(token_ids.tolist()) if token in ends]
+            self._ends = torch.isin(token_ids, self._ends).nonzero()[:, 0]
         self._rounds: list[_Round] = []  # since the last draft began
         self._waiting = _Waiting.none(self.seen)
         self._lead = 0  # nodes that were run before the live beams' last tokens
@@ -200,9 +202,14 @@ class BeamDrafter(BeamSlots):
 
     def _best(self, rows: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scores, places and last entries of the draft's next beams, ``[B, n]`` each."""
+        if rows.shape[1] == self._draft_width <= MOST_BEAMS:
+            nobody = torch.full_like(scores, -1, dtype=torch.int64)
+            found = ops.beam_verify(rows, scores, nobody, nobody, 0, eos_token_ids=self._ends)
+            places, entries = found.parents[:, 0], found.tokens[:, 0]
+            return found.scores[:, 0], places.clamp(min=0), entries.clamp(min=0)
         offers = torch.log_softmax(rows.float(), -1) + scores[:, :, None]
         size = offers.shape[2]
-        offers[:, :, [entry for entry in self._ends if entry < size]] = -torch.inf
+        offers[:, :, self._ends[self._ends < size]] = -torch.inf
         flat = offers.flatten(1)
         best = flat.topk(min(self._draft_width, flat.shape[1]))
         return best.values, best.indices // size, best.indices % size
