@@ -14,7 +14,9 @@ before; its merge of levels is not even counted. Both hold ``[rows, V]`` floats.
 Before anything is timed, the operator's tokens, parents and scores are compared with those of the
 reference and of ``eager`` with a stable sort in the place of `torch.topk`, which promises no order
 of equal values; scores up to what a float32 sum over the vocabulary loses. Contestants take turns
-over several sets of inputs; medians in milliseconds, and their ratios to ``beam_verify``.
+over several sets of inputs; medians in milliseconds, and their ratios to ``beam_verify``. The
+*floor* is a plain read of the rows that it decides by, once, at the bandwidth that threads of this
+number have from memory, and what is printed is its share of the operator's time.
 """
 
 from __future__ import annotations
@@ -140,8 +142,14 @@ def check(call: Call) -> None:
     torch.testing.assert_close(found.scores, torch.stack(plain.scores, 1), rtol=0, atol=TOLERANCE)
 
 
-def run(setting: Setting, vocab: int, sets: int, budget: float) -> dict[str, Any]:
-    """Check and time one setting."""
+def floor(setting: Setting, vocab: int, bandwidth: float) -> float:
+    """Return the seconds of a plain read: every node of these trees is a live beam."""
+    rows = setting.batch * setting.beams * (setting.gamma + 1)
+    return rows * vocab * setting.dtype.itemsize / bandwidth
+
+
+def run(setting: Setting, vocab: int, sets: int, budget: float, bandwidth: float) -> dict[str, Any]:
+    """Check and time one setting; ``bandwidth`` in bytes per second."""
     calls = [make_call(setting, vocab, seed) for seed in range(sets)]
     for call in calls:
         check(call)
@@ -162,6 +170,9 @@ def run(setting: Setting, vocab: int, sets: int, budget: float) -> dict[str, Any
     for name in CONTESTANTS:
         record[f"{name} ms"] = round(times[name].median * 1e3, 4)
         record[f"{name} min ms"] = round(times[name].min * 1e3, 4)
+    record["floor %"] = round(
+        100 * floor(setting, vocab, bandwidth) / times["beam_verify"].median, 1
+    )
     for name in CONTESTANTS[1:]:
         ratio = times[name].median / times["beam_verify"].median
         record[f"{name} / beam_verify"] = round(ratio, 2)
@@ -171,7 +182,7 @@ def run(setting: Setting, vocab: int, sets: int, budget: float) -> dict[str, Any
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Format medians and ratios."""
     header = ["dtype", "B", "w", "gamma", *(f"{name} ms" for name in CONTESTANTS)]
-    header += [f"{name} / beam_verify" for name in CONTESTANTS[1:]]
+    header += ["floor %", *(f"{name} / beam_verify" for name in CONTESTANTS[1:])]
     names = ["dtype", "batch", "beams", "gamma", *header[4:]]
     return common.markdown_table(header, [[str(r[name]) for name in names] for r in records])
 
@@ -191,15 +202,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    bandwidth = common.read_bandwidth()
     records = []
     for sizes in itertools.product(options.batch, options.beams, options.gamma, options.dtype):
         setting = Setting(*sizes[:3], getattr(torch, sizes[3]))
-        record = run(setting, options.vocab, options.sets, options.budget)
+        record = run(setting, options.vocab, options.sets, options.budget, bandwidth)
         print(record, flush=True)
         records.append(record)
     print(table(records))
     if options.out is not None:
-        facts = {**common.machine_facts(), "command": sys.argv}
+        facts = {**common.machine_facts(), "read_bandwidth": bandwidth, "command": sys.argv}
         common.write_record(options.out, facts, records, table(records))
     return 0
 

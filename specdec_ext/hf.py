@@ -23,7 +23,7 @@ except ImportError as error:
         "specdec_ext.hf works inside Hugging Face transformers: pip install 'specdec_ext[hf]'"
     ) from error
 
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import Cache, StaticCache, StaticLayer
 from transformers.generation import utils as _generation
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -444,8 +444,12 @@ def _refuse_what_is_missing(model: Any, config: Any, model_kwargs: dict[str, Any
 
 
 def _is_static(cache: Any) -> bool:
-    """Tell whether a cache, an encoder-decoder's say, was handed over to keep one size."""
-    return isinstance(getattr(cache, "self_attention_cache", cache), StaticCache)
+    """Tell whether a cache, an encoder-decoder's say, was handed over to keep one size.
+
+    One without slots, of a recurrent model, does so in any case.
+    """
+    held = getattr(cache, "self_attention_cache", cache)
+    return isinstance(held, StaticCache) and any(isinstance(x, StaticLayer) for x in held.layers)
 
 
 def _is_empty(cache: Any) -> bool:

@@ -15,13 +15,9 @@ namespace specdec {
 namespace SPECDEC_CPU_ISA {
 namespace {
 
-// What one pass leaves behind for each tile: the sum is that of exp(scale * (x - reference)).
-struct TileSummary {
-  float max;
-  float reference;
-  bool valid;
-  double sum;
-  double extra;  // rank, or sum of weight * log(weight)
+// What one pass leaves behind for each tile.
+struct TileSummary : TileSweep {
+  double extra = 0.0;  // rank, or sum of weight * log(weight)
 };
 
 bool needs_group_max(const LawTask& task) {
@@ -33,14 +29,8 @@ bool is_plain(const LawTask& task) {
   return !task.row.linear && !is_greedy(task.filters) && !has_filter(task.filters);
 }
 
-// ---- one sweep
-// ------------------------------------------------------------------------------------
-
-// A sum of exponentials need not wait for the tile's maximum where the reference, the maximum of
-// the first group, turns out to be this close to it (weights stay below 2^16, and their rounding
-// errors below 1e-6). At low temperatures that is rare; at huge ones no float is low enough to
-// stand for -inf.
-constexpr double kMaxLead = 16 * 0.6931471805599453;
+// At low temperatures the first group is rarely near the maximum; at huge ones no float is low
+// enough to stand for -inf.
 constexpr double kMinSweepTemperature = 0.5;
 constexpr double kMaxSweepTemperature = 1e30;
 
@@ -50,36 +40,8 @@ bool may_sweep(const LawTask& task) {
          temperature <= kMaxSweepTemperature;
 }
 
-// Weights of any logits: what fp32 exp cannot hold is 2^-125.5, which vanishes in a sum that has
-// the reference's own 1, and NaN or +inf, which cost a comparison elsewhere, become NaN.
-struct SweepWeight {
-  VecF reference, scale, lowest;
-  SweepWeight(float reference_logit, double scale_value)
-      : reference(splat(reference_logit)),
-        scale(splat(static_cast<float>(scale_value * 1.4426950408889634))),
-        lowest(splat(static_cast<float>(-87.0 / scale_value))) {}
-  VecF operator()(VecF x) const {
-    const VecF difference = x - reference;
-    return exp2_with_nan((difference < lowest ? lowest : difference) * scale);
-  }
-};
-
-// Maximum and sum of a tile in one sweep; false where that took the wrong reference.
-template <typename Entries>
-bool sweep_tile(const Entries& entries, int64_t groups, double scale, TileSummary* s) {
-  if (!tile_max(entries, 1, &s->reference, nullptr) || s->reference == -INFINITY) return false;
-  const SweepWeight weight(s->reference, scale);
-  VecF first = splat(-INFINITY), second = first;
-  s->sum = accumulate_pairs(groups, [&](int64_t i) {
-    const VecPair v = entries(i);
-    first = max_of(v.first, first);
-    second = max_of(v.second, second);
-    return VecPair{weight(v.first), weight(v.second)};
-  });
-  s->max = max_lanes(max_of(first, second));
-  s->valid = s->sum == s->sum;
-  return scale * (static_cast<double>(s->max) - s->reference) <= kMaxLead;
-}
+// ---- one sweep
+// ------------------------------------------------------------------------------------
 
 // Number of entries above a logit. Counts within a tile stay far below 2^24: exact in fp32.
 template <typename Entries>
@@ -118,9 +80,9 @@ double tile_extra(const LawTask& task, const Entries& entries, int64_t groups,
 template <typename Entries>
 TileSummary scan_entries(const LawTask& task, const Entries& entries, int64_t groups,
                          float* group_max) {
-  TileSummary s{-INFINITY, -INFINITY, true, 0.0, 0.0};
+  TileSummary s;
   const double scale = 1.0 / task.filters.temperature;
-  if (may_sweep(task) && sweep_tile(entries, groups, scale, &s)) return s;
+  if (may_sweep(task) && sweep_tile(entries, groups, scale, nullptr, &s)) return s;
   s.sum = 0.0;
   s.valid = tile_max(entries, groups, &s.max, group_max);
   s.reference = s.max;
@@ -142,7 +104,8 @@ TileSummary scan_logits(const LawTask& task, int64_t tile, float* group_max) {
 TileSummary scan_probabilities(const LawTask& task, int64_t tile) {
   return with_entries(task.row, tile, [&](const auto& entries, int64_t groups) {
     VecI valid = (VecI)(VecF{} == VecF{});
-    TileSummary s{0.0f, 0.0f, true, 0.0, 0.0};
+    TileSummary s;
+    s.max = s.reference = 0.0f;
     s.sum = accumulate_pairs(groups, [&](int64_t i) {
       const VecPair v = entries(i);
       valid &= (VecI)(v.first >= 0.0f) & (VecI)(v.first <= FLT_MAX);

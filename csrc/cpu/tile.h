@@ -213,18 +213,30 @@ inline auto with_entries(const Row& whole, int64_t tile, const Body& body) {
   return body(float_entries(row, tile, x, buffer), groups);
 }
 
-// Sums the pairs that step(offset) gives over the groups of a tile, in `kAccumulators` vectors.
-template <typename Step>
-inline double accumulate_pairs(int64_t groups, const Step& step) {
+// Sums of pairs, in `kAccumulators` vectors.
+struct PairSums {
   VecF sums[kAccumulators] = {};
-  for (int64_t i = 0; i < groups * kGroup; i += kAccumulators * kLanes) {
-    for (int a = 0; a < kAccumulators; a += 2) {
-      const VecPair pair = step(i + a * kLanes);
-      sums[a] += pair.first;
-      sums[a + 1] += pair.second;
+
+  // Adds the pairs that step(offset) gives over whole groups: the entries [begin, end).
+  template <typename Step>
+  void add(int64_t begin, int64_t end, const Step& step) {
+    for (int64_t i = begin; i < end; i += kAccumulators * kLanes) {
+      for (int a = 0; a < kAccumulators; a += 2) {
+        const VecPair pair = step(i + a * kLanes);
+        sums[a] += pair.first;
+        sums[a + 1] += pair.second;
+      }
     }
   }
-  return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  double total() const { return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])); }
+};
+
+// Sums the pairs that step(offset) gives over the groups of a tile.
+template <typename Step>
+inline double accumulate_pairs(int64_t groups, const Step& step) {
+  PairSums sums;
+  sums.add(0, groups * kGroup, step);
+  return sums.total();
 }
 
 template <typename Step>
@@ -288,6 +300,62 @@ inline double tile_weight_sum(const Entries& entries, int64_t groups, const Weig
     const VecPair v = entries(i);
     return VecPair{weight(v.first), weight(v.second)};
   });
+}
+
+// ---- maximum and sum in one sweep ---
+
+// A sum of exponentials need not wait for the tile's maximum where the reference, the maximum of
+// the first group, turns out to be this close to it: weights stay below 2^16, and their rounding
+// errors below 1e-6.
+constexpr double kMaxLead = 16 * 0.6931471805599453;
+
+// Weights of any logits: what fp32 exp cannot hold is 2^-125.5, which vanishes in a sum that has
+// the reference's own 1, and NaN or +inf, which cost a comparison elsewhere, become NaN.
+struct SweepWeight {
+  VecF reference, scale, lowest;
+  SweepWeight(float reference_logit, double scale_value)
+      : reference(splat(reference_logit)),
+        scale(splat(static_cast<float>(scale_value * 1.4426950408889634))),
+        lowest(splat(static_cast<float>(-87.0 / scale_value))) {}
+  VecF operator()(VecF x) const {
+    const VecF difference = x - reference;
+    return exp2_with_nan((difference < lowest ? lowest : difference) * scale);
+  }
+};
+
+// What a sweep leaves behind: the sum is that of exp(scale * (x - reference)).
+struct TileSweep {
+  float max = -INFINITY;
+  float reference = -INFINITY;
+  bool valid = true;
+  double sum = 0.0;
+};
+
+// Maximum and sum of a tile, and the maximum of each of its groups where `group_max` is given;
+// false where that took the wrong reference.
+template <typename Entries>
+inline bool sweep_tile(const Entries& entries, int64_t groups, double scale, float* group_max,
+                       TileSweep* s) {
+  if (!tile_max(entries, 1, &s->reference, nullptr) || s->reference == -INFINITY) return false;
+  const SweepWeight weight(s->reference, scale);
+  PairSums sums;
+  VecF tile = splat(-INFINITY);
+  for (int64_t g = 0; g < groups; ++g) {
+    VecF first = splat(-INFINITY), second = first;
+    sums.add(g * kGroup, (g + 1) * kGroup, [&](int64_t i) {
+      const VecPair v = entries(i);
+      first = max_of(v.first, first);
+      second = max_of(v.second, second);
+      return VecPair{weight(v.first), weight(v.second)};
+    });
+    const VecF group = max_of(first, second);
+    if (group_max != nullptr) group_max[g] = max_lanes(group);
+    tile = max_of(group, tile);
+  }
+  s->sum = sums.total();
+  s->max = max_lanes(tile);
+  s->valid = s->sum == s->sum;
+  return scale * (static_cast<double>(s->max) - s->reference) <= kMaxLead;
 }
 
 // Residual weights sum to 2^62 whatever their mass S, so that tiny residuals keep their resolution.

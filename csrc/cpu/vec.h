@@ -21,6 +21,7 @@ typedef float VecF __attribute__((vector_size(4 * kLanes)));
 typedef int32_t VecI __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t VecU __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t VecH __attribute__((vector_size(2 * kLanes)));
+typedef float Quad __attribute__((vector_size(16)));
 // Halves, for conversions to 64-bit lanes.
 typedef float HalfF __attribute__((vector_size(2 * kLanes)));
 typedef double VecD __attribute__((vector_size(4 * kLanes)));
@@ -82,11 +83,14 @@ inline double sum_lanes(VecF v) {
 }
 
 inline float max_lanes(VecF v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  float max = lanes[0];
-  for (int i = 1; i < kLanes; ++i) max = lanes[i] > max ? lanes[i] : max;
-  return max;
+  Quad best = load<Quad>(&v);
+  for (int i = 1; i < kLanes / 4; ++i) {
+    const Quad next = load<Quad>(reinterpret_cast<const float*>(&v) + 4 * i);
+    best = next > best ? next : best;
+  }
+  const float even = best[2] > best[0] ? best[2] : best[0];
+  const float odd = best[3] > best[1] ? best[3] : best[1];
+  return odd > even ? odd : even;
 }
 
 inline bool all_lanes(VecI mask) {

@@ -11,7 +11,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import specdec_ext
 from specdec_ext import hf
-from specdec_ext.decoding import EarlyExitDrafter
+from specdec_ext.decoding import EarlyExitDrafter, HeuristicGamma, RenewalRule
+from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.encoder_decoder import encoded
 
 NEW = 10
@@ -147,8 +148,8 @@ def test_no_draft_and_drafters_with_a_model():
     target, _ = models(name)
     inputs = inputs_of(name)
     expected, scores = theirs(name, inputs, ENDS[0], num_beams=3)
-    early = EarlyExitDrafter(target, 1)
-    for draft, gamma in ((None, 5), (early, 2), (models(name)[1], 0)):
+    early, small = EarlyExitDrafter(target, 1), models(name)[1]
+    for draft, gamma in ((None, 5), (early, 2), (ModelDrafter(small), 2), (small, 0)):
         found = specdec_ext.generate(
             target, draft, **inputs, max_new_tokens=NEW, eos_token_id=ENDS[0], num_beams=3,
             num_return_sequences=3, gamma=gamma,
@@ -160,6 +161,19 @@ def test_no_draft_and_drafters_with_a_model():
         if gamma != 2:
             assert found.statistics.tokens_per_target_call == 1
             assert found.statistics.draft_calls == 0
+
+
+@pytest.mark.parametrize(
+    "policy", [RenewalRule(4, probe=3), HeuristicGamma(2)], ids=["renewal", "heuristic"]
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_a_policy_chooses_the_levels(name, policy):
+    """A rule that goes by the clock drafts now and then; each draft takes in what it missed."""
+    for length in (1, 3):
+        inputs = inputs_of(name, [length, 4])
+        drafting = {"gamma": policy, "draft_beams": 6}
+        found = check(name, inputs, ENDS[1], drafting, num_beams=3, length_penalty=0.5)
+        assert found.gamma == policy.limit
 
 
 @pytest.mark.parametrize("limits", [[9, 2, 5], [1, 1, 1], [0, 4, 0]], ids=str)
@@ -206,8 +220,9 @@ def test_custom_generate(name, options):
     }  # fmt: skip
     expected = target.generate(**options, output_scores=True)
     found = target.generate(
-        **options, custom_generate=hf.generate_fn, draft_model=draft, draft_beams=6, gamma=3
-    )
+        **options, custom_generate=hf.generate_fn, draft_model=draft, draft_beams=6,
+        gamma=3 if name == "t5" else HeuristicGamma(3),
+    )  # fmt: skip
     assert found.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(
         found.sequences_scores, expected.sequences_scores, rtol=1e-5, atol=1e-5

@@ -193,8 +193,8 @@ def test_control_scores_of_the_draft(monkeypatch):
     verify = beam_generation.ops.beam_verify
     seen = {}
 
-    def watched(self, live, gamma):
-        tree = propose(self, live, gamma)
+    def watched(self, live, gamma, go_on):
+        tree = propose(self, live, gamma, go_on)
         seen["scores"] = self._best(torch.zeros(len(live.scores), 4, 14), live.scores)[0][:, :4]
         return tree
 

@@ -13,6 +13,7 @@ from test_generate_models import LIMITS, LONG, RAGGED, up_to_position_128
 import specdec_ext
 from specdec_ext.decoding import GrownTree, StaticTree, probe
 from specdec_ext.decoding.cache import CachedModel, Traits
+from specdec_ext.decoding.cache_names import own_cache_name
 from specdec_ext.decoding.hosting import host_model
 from specdec_ext.decoding.row_by_row import RowByRow
 
@@ -301,7 +302,10 @@ def test_control_one_slot_of_a_thousand(check):
                     hidden = torch.finfo(attention_mask.dtype).min
                 attention_mask[..., 5] = hidden
             return super().forward(
-                input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
+                input_ids,
+                attention_mask=attention_mask,
+                **{own_cache_name(): past_key_values},
+                **kwargs,
             )
 
     how = {"static": False} if check is probe.check_trees else {}

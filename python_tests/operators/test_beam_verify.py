@@ -213,12 +213,14 @@ def test_a_request_does_not_depend_on_the_others(backend):
         assert all(torch.equal(t[b : b + 1], one) for t, one in zip(together, found, strict=True))
 
 
-def test_threads_change_no_bit():
-    inputs = make_inputs(6, batch=3, vocab=40000)
-    alone = CPU.beam_verify(**inputs)
-    torch.set_num_threads(2)
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_change_no_bit(threads):
+    inputs = [make_inputs(seed, batch=3, width=4, gamma=3, vocab=20000) for seed in range(20)]
+    alone = [CPU.beam_verify(**given) for given in inputs]
+    torch.set_num_threads(threads)
     try:
-        assert_like(CPU.beam_verify(**inputs), alone, exact=True)
+        for given, expected in zip(inputs, alone, strict=True):
+            assert_like(CPU.beam_verify(**given), expected, exact=True)
     finally:
         torch.set_num_threads(1)
 

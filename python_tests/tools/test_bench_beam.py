@@ -19,7 +19,7 @@ def test_smoke(tmp_path, capsys):
     assert bench.main([*TINY, "--out", str(tmp_path / "record")]) == 0
     records = json.loads((tmp_path / "record.json").read_text())["records"]
     assert [record["dtype"] for record in records] == ["float32", "bfloat16"]
-    assert all(record["beam_verify ms"] > 0 for record in records)
+    assert all(record["beam_verify ms"] > 0 and record["floor %"] > 0 for record in records)
     assert "eager / beam_verify" in capsys.readouterr().out
 
 

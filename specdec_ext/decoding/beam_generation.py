@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..contract import STATUS_INVALID_TREE, STATUS_NO_TARGET_LAW
+from ..contract import RULES, STATUS_INVALID_TREE, STATUS_NO_TARGET_LAW
 from . import arguments
-from .beam_trees import BeamDrafter, BeamSlots, BeamTree, LiveBeams, draft_model
+from .alpha import AlphaSamples
+from .beam_drafter import BeamDrafter, draft_model
+from .beam_trees import BeamSlots, BeamTree, LiveBeams
 from .beams import BeamOptions, Level, Search
 from .chain_generation import FATAL, ROOM, GeneratedPair, GenerationError
 from .checks import flag
+from .drafters.hosted import reduced_vocabulary
 from .hosting import HostedModel, host_model
 from .options import Options
 from .processors import Processors
@@ -77,7 +80,10 @@ class BeamGeneration:
         self.pad = arguments.pad_token(given.target, given.pad_token_id, self.ends, ids.dtype)
         self.searches = [Search(options, limit) for limit in self.limits]
         self.running = [b for b, search in enumerate(self.searches) if not search.over]
-        self.statistics = Statistics(options.gamma, new_tokens=[0] * batch)
+        self.policy = options.policy
+        # Levels are decided or not, one by one, as "greedy" accepts tokens.
+        self.alpha = AlphaSamples(RULES["greedy"], self.policy, measured=False)
+        self.statistics = Statistics(self.policy.limit, new_tokens=[0] * batch)
         self.clock = Clock(ids.device)
         self.eos = torch.tensor(self.ends, dtype=torch.int64, device=ids.device)
         self.processors: Processors | None = None
@@ -118,7 +124,7 @@ class BeamGeneration:
         ids, mask = arguments.trimmed(self.prompts.long(), self.attention_mask)
         batch, width, device = len(ids), self.options.width, ids.device
         self.target = BeamSlots(self._host(self.target_model, ids, mask), batch, width, device)
-        if self.draft_model is not None and self.options.gamma > 0:
+        if self.draft_model is not None and self.policy.limit > 0:
             self.drafter = BeamDrafter(
                 self._host(self.draft_model, ids, mask),
                 batch,
@@ -126,7 +132,9 @@ class BeamGeneration:
                 device,
                 draft_width=self.options.draft_width,
                 ends=[token for token in self.ends if token >= 0],
+                token_ids=reduced_vocabulary(self.draft_model),
             )
+        self.policy.start(batch)
         scores = torch.full((batch, width), -torch.inf, device=device)
         scores[:, 0] = 0.0  # a search begins with one beam
         levels = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -150,18 +158,12 @@ class BeamGeneration:
         return hosted
 
     def _most_nodes(self) -> int:
-        options = self.options
-        return 2 * options.width + options.gamma * options.draft_width
+        return 2 * self.options.width + self.policy.limit * self.options.draft_width
 
     def step(self) -> None:
         """One round: every running request's search goes on by 1 to gamma + 1 levels."""
         self.clock.start("draft")
-        left = max(self.limits[b] - self.searches[b].levels for b in self.running)
-        gamma = min(self.options.gamma, left - 1)  # the level behind the tree counts, too
-        if self.drafter is None or gamma == 0:
-            tree = BeamTree.of_beams(self.live)
-        else:
-            tree = self.drafter.propose(self.live, gamma)
+        tree = self._draft()
 
         self.clock.start("target")
         logits = self.target.run(tree, self.live)
@@ -188,9 +190,23 @@ class BeamGeneration:
         ).unpack()
         self.statistics.rounds += 1
         self._raise_if_fatal([(levels, status) for levels, status, *_ in outcomes])
-        for b, (levels, _, *parts) in zip(self.running, outcomes, strict=True):
-            self._take(b, self._levels(parts)[:levels], len(tree.sizes))
+        drafted = len(tree.sizes)
+        accepted = [
+            self._take(b, self._levels(parts)[:levels], drafted)
+            for b, (levels, _, *parts) in zip(self.running, outcomes, strict=True)
+        ]
+        self.alpha.end_round()
+        self.policy.commit([drafted] * len(accepted), accepted)
         self._commit(tree, found, [levels for levels, *_ in outcomes])
+
+    def _draft(self) -> BeamTree:
+        """Search ahead, as far as the policy lets the request that may go furthest."""
+        left = max(self.limits[b] - self.searches[b].levels for b in self.running)
+        # The level behind the tree counts, too.
+        gamma = min(max(self.policy.lengths()), left - 1)
+        if self.drafter is None or gamma == 0:
+            return BeamTree.of_beams(self.live)
+        return self.drafter.propose(self.live, gamma, self.policy.go_on)
 
     def _process(self, tree: BeamTree, logits: Tensor) -> Tensor:
         """Run the logits processors on log-probabilities, as transformers does in beam search."""
@@ -217,21 +233,24 @@ class BeamGeneration:
             for start in range(0, len(parts[0]), width)
         ]
 
-    def _take(self, b: int, levels: list[Level], drafted: int) -> None:
-        """Let request ``b`` go on by decided levels, up to the end of its search; count them."""
+    def _take(self, b: int, levels: list[Level], drafted: int) -> int:
+        """Let request ``b`` go on by decided levels, up to the end of its search; count them.
+
+        Returns how many of the drafted ones were decided.
+        """
         search, before = self.searches[b], self.searches[b].levels
         for level in levels:
             if search.over:
                 break
             search.take(level)
         taken = search.levels - before
+        accepted = min(taken - 1, drafted)
+        rejected = not search.over and taken <= drafted
         self.statistics.record(
-            b,
-            drafted=drafted,
-            accepted=min(taken - 1, drafted),
-            emitted=taken,
-            rejected=not search.over and taken <= drafted,
+            b, drafted=drafted, accepted=accepted, emitted=taken, rejected=rejected
         )
+        self.alpha.add(accepted, rejected)
+        return accepted
 
     def _commit(self, tree: BeamTree, found: ops.BeamVerifyResult, levels: list[int]) -> None:
         """Drop the requests that ended; of both caches keep what the live beams need."""
@@ -254,7 +273,7 @@ class BeamGeneration:
         self.target.keep(nodes, alive)
         if self.drafter is not None:
             deepest = max(levels) > len(tree.sizes)
-            self.drafter.keep_below(tree, nodes, alive, deepest=deepest)
+            self.drafter.note(tree, self.live, nodes, alive, deepest=deepest)
         self.live = LiveBeams(tokens.clamp(min=0), scores, self.live.levels + last + 1)
 
     def _keep(self, indices: list[int]) -> Tensor:
@@ -263,6 +282,7 @@ class BeamGeneration:
         self.target.select(rows, indices)
         if self.drafter is not None:
             self.drafter.select(rows, indices)
+        self.policy.select(indices)
         self.live = self.live.select(rows)
         return rows
 

@@ -17,6 +17,7 @@ from . import arguments
 from .checks import flag, integer, items, number, number_in, shown
 from .evidence import name_of
 from .matchers import is_grammar_processor
+from .policies import FixedGamma, GammaPolicy, as_policy
 
 __all__ = ["BeamOptions", "Hypothesis", "Level", "Search", "beam_options", "check_unsampled"]
 
@@ -42,8 +43,8 @@ class BeamOptions:
         Live beams, ``num_beams``.
     draft_width : int
         The draft's, ``draft_beams``.
-    gamma : int
-        Levels that the draft searches ahead.
+    policy : GammaPolicy
+        Says how many levels the draft searches ahead.
     length_penalty : float
         Exponent of the length by which scores are divided.
     early_stopping : bool or "never"
@@ -54,7 +55,7 @@ class BeamOptions:
 
     width: int
     draft_width: int
-    gamma: int
+    policy: GammaPolicy
     length_penalty: float
     early_stopping: bool | str
     returned: int
@@ -93,10 +94,10 @@ def beam_options(given: Any) -> BeamOptions | None:
         draft_width = integer("generate: draft_beams", given.draft_beams, width)
     _refuse_others(given)
     _refuse_grammars(given)
-    gamma = _levels(given, width, draft_width)
+    policy = _policy(given, width, draft_width)
     # With one beam, transformers and `generate` decode greedily: the first end token is the end.
     stopping = True if width == 1 else stopping
-    return BeamOptions(width, draft_width, gamma, penalty, stopping, returned)
+    return BeamOptions(width, draft_width, policy, penalty, stopping, returned)
 
 
 def _refuse_others(given: Any) -> None:
@@ -122,23 +123,18 @@ def _refuse_grammars(given: Any) -> None:
         )
 
 
-def _levels(given: Any, width: int, draft_width: int) -> int:
-    """Return how many levels the draft searches ahead; refuse more nodes than are verified."""
-    from .policies import FixedGamma, as_policy
-
+def _policy(given: Any, width: int, draft_width: int) -> GammaPolicy:
+    """Return what says how far the draft searches ahead; refuse more nodes than are verified."""
     policy = as_policy("generate: gamma", given.gamma)
-    if type(policy) is not FixedGamma:  # others are made from it
-        raise ValueError(
-            f"generate: gamma must be an int in a beam search, got {shown(given.gamma)}"
-        )
     if given.draft is None:
-        return 0
+        return FixedGamma(0)
     nodes = width + draft_width * policy.limit
     if nodes > MOST_NODES:
         raise ValueError(
-            f"generate: num_beams + gamma * draft_beams must be at most {MOST_NODES}, got {nodes}"
+            f"generate: num_beams + gamma * draft_beams must be at most {MOST_NODES}, got {nodes} "
+            f"with a gamma of up to {policy.limit}"
         )
-    return policy.limit
+    return policy
 
 
 def check_unsampled(temperature: Any, batch: int) -> None:

@@ -117,7 +117,8 @@ def generate(
         refused. None: the temperature says.
     gamma : int or GammaPolicy
         Draft tokens a round, or what chooses them as it goes (see `specdec_ext.decoding.policies`);
-        of no account where ``tree`` is given.
+        of no account where ``tree`` is given. Of a beam search, levels: the requests of a batch
+        share the depth of the draft's tree, the longest that a policy allows any of them.
     temperature, top_k, top_p, min_p : number, sequence or Tensor ``[B]``
         The sampling law, of all requests or of each, as in `specdec_ext.verify`. Temperature 0 (the
         default) is greedy.
@@ -201,7 +202,8 @@ def generate(
         "top_beta", whose drafts are not sampled.
     num_beams : int, optional
         Live beams of a beam search by the target (at most 64), of which the draft, a model or a
-        drafter that runs one, searches ``gamma`` levels ahead. The hypotheses and their scores are
+        drafter that runs one, searches ``gamma`` levels ahead (where drafting may not pay, give a
+        `RenewalRule`, and rounds draft only while it does). The hypotheses and their scores are
         those of transformers' beam search, whatever the draft. Nothing is sampled, so that what is
         about sampling, rules and trees must be left out, and so must stop sequences, strings and
         criteria. Logits processors are called on log-probabilities, as transformers calls them,

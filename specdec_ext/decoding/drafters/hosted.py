@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from ..hosting import HostedModel
 
 
+def reduced_vocabulary(model: Any) -> Tensor | None:
+    """Return the target's token of each entry of a draft model's rows, ``[Vd]``; None: the same."""
+    from ..cache import described
+
+    found: Tensor | None = getattr(described(model), "draft_token_ids", None)
+    return found
+
+
 class ModelHost:
     """Runs a causal model behind a cache, from the requests' prompts on.
 
@@ -37,10 +45,7 @@ class ModelHost:
     @property
     def token_ids(self) -> Tensor | None:
         """``[Vd]`` int64, the target's token of each entry of a reduced vocabulary; None: all."""
-        from ..cache import described
-
-        found: Tensor | None = getattr(described(self.model), "draft_token_ids", None)
-        return found
+        return reduced_vocabulary(self.model)
 
     def _over_the_target(self, rows: Tensor) -> Tensor:
         """Give entries of rows ``[..., Vd]`` the places of their tokens, ``[..., V]``."""
