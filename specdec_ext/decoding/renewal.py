@@ -172,7 +172,7 @@ class RenewalRule:
         self._asked = 0.0  # seconds that go_on took in this round
         self._chances: Sequence[Sequence[float]] | None = None  # estimated by the drafter
         rho = self._look_ahead()
-        self._best = self._best_length(rho)
+        self._best = 0 if self._estimated else self._best_length(rho)
         self._may_ask = not self._estimated and self._is_worth_asking()
         # Where chances are estimated of all that is proposed, `keep` decides.
         length = self.limit if self._estimated else self._length(rho)
