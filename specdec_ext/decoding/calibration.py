@@ -89,7 +89,7 @@ class RoundTimes:
         if n == 0:
             return 1.0
         line = self.setup * (1 + self.c * n)
-        found = sorted([line, *self._seen.get(n, ())])
+        found: list[float] = sorted([line, *self._seen.get(n, ())])
         return (found[len(found) // 2] + found[(len(found) - 1) // 2]) / 2
 
     def observe(self, n: int, seconds: float) -> None:
