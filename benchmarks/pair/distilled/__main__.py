@@ -31,7 +31,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 import common  # noqa: E402
 
 from pair.distilled.measurement import measure, table  # noqa: E402
-from pair.distilled.texts import Plan, openings, read_shards, write_shards  # noqa: E402
+from pair.distilled.texts import Plan, read_shards, starts, write_shards  # noqa: E402
 from pair.distilled.training import (  # noqa: E402
     batches,
     conversations,
@@ -91,7 +91,7 @@ def run_texts(given: argparse.Namespace) -> int:
     plan = Plan(given.batch, answer_tokens=given.tokens, seed=given.seed)
     shards = work_of(given) / "texts"
     done = write_shards(
-        target, tokenizer, openings(given.prompts), plan, shards, given.job, given.jobs,
+        target, tokenizer, starts(given.prompts), plan, shards, given.job, given.jobs,
         60.0 * given.budget, given.shards,
     )  # fmt: skip
     print(f"{shards}: {done} shards of {plan.batch} conversations by this job")
