@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from specdec_ext.decoding.cache import accepted_arguments
-from specdec_ext.decoding.cache_names import CACHE_NAME, cache_name
+from specdec_ext.decoding.cache_names import cache_name, own_cache_name
 from specdec_ext.decoding.layers import GrowingLayer
 
 PACKED = "specdec_ext_packed"  # the name of `packed_attention` in transformers
@@ -164,7 +164,7 @@ def write(
     """
     if target.config._attn_implementation == "sdpa":
         target.set_attn_implementation(PACKED)
-    device, name = target.device, cache_name(accepted_arguments(target)) or CACHE_NAME
+    device, name = target.device, cache_name(accepted_arguments(target)) or own_cache_name()
     rows = [_Row(parts, ends) for parts in conversations]
     room = max(sum(len(part.given) + part.most for part in parts) for parts in conversations)
     cache = _cache(target, room)
