@@ -14,6 +14,14 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from generate_models import pair  # noqa: E402
@@ -45,13 +53,12 @@ from pair.distilled.training import (  # noqa: E402
     optimizers,
 )
 
+import specdec_ext  # noqa: E402
 from specdec_ext.models.draft_llama import DraftLlama, DraftLlamaConfig  # noqa: E402
 
 END = 1
 VOCABULARY = 67
-PLAN = Plan(
-    batch=10, prompt_tokens=4, follow_up_tokens=3, answer_tokens=7, kept=VOCABULARY, seed=3
-)
+PLAN = Plan(batch=10, prompt_tokens=4, follow_up_tokens=3, answer_tokens=7, kept=VOCABULARY, seed=3)
 BEGUN = [Start("ab", ["?"]), Start("how", ["more", "less"])]
 
 
@@ -336,6 +343,53 @@ def test_a_toy_draft_learns():
     after = measure(draft, held, torch.device("cpu"))
     assert sum(r["alpha_1"] for r in after) > sum(r["alpha_1"] for r in before)
     assert all(0.0 < r["alpha_1"] <= r["known"] + 1e-6 <= 1.001 for r in after)
+
+
+def save_chat_model(folder: Path) -> None:
+    """Save a tiny random chat model and a tokenizer of single characters."""
+    characters = " abcdefghijklmnopqrstuvwxyz.,?!'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
+    vocabulary = {"<end>": 0, "<user>": 1, "<model>": 2, "<unknown>": 3}
+    vocabulary |= {letter: 4 + number for number, letter in enumerate(characters)}
+    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\w+>|[\s\S]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<model>' }}{{ m.content }}"
+        "<end>{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+    )
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=192, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_the_commands(tmp_path, capsys):
+    """Conversations are written, a draft is trained and saved, measured, and drafts."""
+    folder, work = tmp_path / "chatty", tmp_path / "work"
+    save_chat_model(folder)
+    shared = [str(folder), "--work", str(work), "--device", "cpu", "--seed", "5"]
+    few = ["--shards", "2", "--batch", "5", "--tokens", "6"]
+    assert main(["texts", *shared, *few]) == 0
+    assert "2 shards of 5 conversations" in capsys.readouterr().out
+    assert main(["train", *shared, "--steps", "3", "--batch", "2", "--vocabulary", "40"]) == 0
+    assert "3 steps, 1.2 epochs" in capsys.readouterr().out
+    card = json.loads((work / "chatty" / "draft" / "training.json").read_text(encoding="utf-8"))
+    assert (card["steps"], card["conversations"]) == (3, 5)
+    record = tmp_path / "record"
+    assert main(["evaluate", *shared, "--record", str(record)]) == 0
+    written = json.loads(record.with_suffix(".json").read_text(encoding="utf-8"))["records"]
+    assert {(own["temperature"], own["turn"]) for own in written} >= {(0.0, 1), (0.7, 1), (1.0, 1)}
+    assert sum(own["answers"] for own in written if own["turn"] == 1) == 5
+    target = AutoModelForCausalLM.from_pretrained(folder).eval()
+    draft = DraftLlama.from_pretrained(work / "chatty" / "draft").eval()
+    assert draft.dtype == torch.bfloat16 and len(draft.draft_token_ids) == 40
+    ids = torch.tensor([[1, 8, 9]])
+    told = {"max_new_tokens": 12, "temperature": 0.0}
+    found = specdec_ext.generate(target, draft, ids, gamma=3, **told).sequences
+    assert torch.equal(found, specdec_ext.generate(target, None, ids, **told).sequences)
 
 
 def test_errors(tmp_path, capsys):

@@ -33,7 +33,8 @@ def measure(
     records = []
     for (temperature, turn), shares in sorted(found.items()):
         values = torch.tensor(shares)
-        means, errors = values.mean(0).tolist(), (values.std(0) / len(shares) ** 0.5).tolist()
+        means = values.mean(0).tolist()
+        errors = (values.std(0, correction=min(1, len(shares) - 1)) / len(shares) ** 0.5).tolist()
         record: dict[str, Any] = {"temperature": round(temperature, 4), "turn": turn}
         record |= {"answers": len(shares)} | dict(zip(NAMES, means, strict=True))
         records.append(record | {f"{n}_se": e for n, e in zip(NAMES, errors, strict=True)})

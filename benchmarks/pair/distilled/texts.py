@@ -144,9 +144,7 @@ def scripts(
     template = template_of(tokenizer)
 
     def part(given: str, most: int, temperature: float, answers: bool) -> Part:
-        return Part(
-            tokenizer.encode(given, add_special_tokens=False), most, temperature, answers
-        )
+        return Part(tokenizer.encode(given, add_special_tokens=False), most, temperature, answers)
 
     written = []
     for number, start in enumerate(chance.choices(begun, k=plan.batch)):
