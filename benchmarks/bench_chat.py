@@ -7,7 +7,8 @@
 The prompts are those of benchmarks/prompts, put into the model's chat template: code to edit, texts
 to summarise or to extract from, conversations, and free writing, where there is nothing to copy.
 Contestants: plain decoding; transformers' prompt lookup, and its assisted generation where a draft
-model is given; ours with each drafter, at each gamma and under `RenewalRule`, in chains and trees.
+model is given; ours with each drafter, at each gamma and under `RenewalRule`, in chains and trees,
+and, where a draft model is given, the suffix drafter before it.
 All complete a prompt in turn, in an order drawn anew for each, before the next prompt comes, so
 that a busy machine is fair to all. A drafter is made anew for each text and knows nothing of
 earlier ones. Texts end where the model ends them. *Tokens a call* is a ratio of sums; *speed* is
@@ -38,7 +39,7 @@ from specdec_ext.commands.bench import speed_over
 from specdec_ext.commands.frame import add_pair_arguments
 from specdec_ext.commands.pair import Pair, Prompt, as_prompt, load_pair
 from specdec_ext.commands.prompt_files import read_prompts
-from specdec_ext.decoding import GrownTree, RenewalRule
+from specdec_ext.decoding import GrownTree, RenewalRule, StackedDrafter, SuffixDrafter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -51,6 +52,7 @@ KINDS = ("edit", "extract", "chat", "free")
 COPYING = KINDS[:3]
 ALL = "copying kinds"
 RENEWAL = "renewal"
+STACK = "suffix, else model"  # copies where it can, asks the draft model where not
 FASTER, NOT_SLOWER = 1.15, 0.97
 
 
@@ -69,6 +71,8 @@ def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> di
     new, drafts = options.tokens, {name: DRAFTERS[name] for name in options.drafters}
     if pair.draft is not None:
         drafts["model"] = lambda pair: pair.draft
+        if "suffix" in drafts:
+            drafts[STACK] = lambda pair: StackedDrafter(SuffixDrafter(), pair.draft)
     found = {PLAIN: ours(pair, setting, new, stops=True)}
     for name, draft in drafts.items():
         for g in options.gamma:
@@ -77,10 +81,12 @@ def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> di
         # One object: it goes on learning from prompt to prompt.
         policy = RenewalRule()
         found[f"{name}, {RENEWAL}"] = ours(pair, setting, new, policy, draft=draft, stops=True)
-    if "suffix" in drafts and options.tree:
-        tree, draft = GrownTree(options.tree, max(options.gamma), beam=3), drafts["suffix"]
-        label = f"suffix, tree of {options.tree}"
-        found[label] = ours(pair, setting, new, draft=draft, stops=True, tree=tree)
+    for name in ("suffix", "model"):
+        if name in drafts and options.tree:
+            tree, label = GrownTree(options.tree, max(options.gamma), 3), f"tree of {options.tree}"
+            found[f"{name}, {label}"] = ours(
+                pair, setting, new, draft=drafts[name], stops=True, tree=tree
+            )
     if setting.batch == 1:  # more is not supported there
         for g in options.gamma:
             rival = theirs(pair, setting, new, g, lookup=True, stops=True)
