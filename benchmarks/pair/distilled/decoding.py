@@ -11,7 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -77,7 +79,9 @@ class _Row:
         self.left = self.part.most
 
     def take(self, drawn: int) -> None:
-        """Take the next token: a given one, or the one that was drawn."""
+        """Take the next token: a given one, or the one that was drawn; none behind the end."""
+        if self.done:
+            return
         self.answered.append(not self.given and self.part.answers)
         if self.given:
             self.tokens.append(self.given.pop(0))
@@ -174,14 +178,10 @@ def write(
     drawn = [0] * len(held)
     for step in range(1, room + 1):
         for row, token in zip(held, drawn, strict=True):
-            if not rows[row].done:
-                rows[row].take(token)
-        running = [place for place, row in enumerate(held) if not rows[row].done]
-        if not running:
+            rows[row].take(token)
+        held = _without_ended(cache, rows, held, device)
+        if not held:
             break
-        if len(running) <= (1 - ENDED) * len(held):
-            cache.batch_select_indices(torch.tensor(running, device=device))
-            held = [held[place] for place in running]
         fed = torch.tensor([[rows[row].tokens[-1]] for row in held], device=device)
         logits = target(input_ids=fed, use_cache=True, **{name: cache}).logits[:, -1]
         found, its = likeliest(logits, kept)
@@ -189,10 +189,19 @@ def write(
         warm = torch.tensor([rows[row].part.temperature for row in held], device=device)
         drawn = found.gather(1, draw(its, warm)[:, None])[:, 0].tolist()
     answered = [torch.tensor(row.answered) for row in rows]
-    places = torch.zeros(len(rows), room + 1, dtype=torch.bool)
-    for place, own in zip(places, answered, strict=True):
-        place[: len(own)] = own
-    return Written(
-        [torch.tensor(row.tokens, dtype=torch.int32) for row in rows], answered,
-        entries[places], log_probs[places],
-    )  # fmt: skip
+    tokens = [torch.tensor(row.tokens, dtype=torch.int32) for row in rows]
+    known = pad_sequence(answered, batch_first=True)
+    known = F.pad(known, (0, room + 1 - known.shape[1]))
+    return Written(tokens, answered, entries[known], log_probs[known])
+
+
+def _without_ended(
+    cache: DynamicCache, rows: Sequence[_Row], held: list[int], device: torch.device
+) -> list[int]:
+    """Take rows that have ended out of the cache once there are many; return those in it."""
+    running = [place for place, row in enumerate(held) if not rows[row].done]
+    if len(running) > (1 - ENDED) * len(held):
+        return held
+    if running:
+        cache.batch_select_indices(torch.tensor(running, device=device))
+    return [held[place] for place in running]
