@@ -8,7 +8,8 @@ The prompts are those of benchmarks/prompts, put into the model's chat template:
 to summarise or to extract from, conversations, and free writing, where there is nothing to copy.
 Contestants: plain decoding, ours and transformers'; transformers' prompt lookup, and its assisted
 generation where it takes the draft model that is given; ours with each drafter, at each gamma and
-under `RenewalRule`, in chains and trees. ``--contestants`` picks some of them by their names.
+under `RenewalRule`, in chains and trees, and, where a draft model is given, the suffix drafter
+before it. ``--contestants`` picks some of them by parts of their names.
 All complete a prompt in turn, in an order drawn anew for each, before the next prompt comes, so
 that a busy machine is fair to all. A drafter is made anew for each text and knows nothing of
 earlier ones. Texts end where the model ends them. *Tokens a call* is a ratio of sums; *speed* is
@@ -40,7 +41,7 @@ from specdec_ext.commands.bench import speed_over
 from specdec_ext.commands.frame import add_pair_arguments
 from specdec_ext.commands.pair import Pair, Prompt, as_prompt, load_pair
 from specdec_ext.commands.prompt_files import read_prompts
-from specdec_ext.decoding import GrownTree, RenewalRule
+from specdec_ext.decoding import GrownTree, RenewalRule, StackedDrafter, SuffixDrafter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -57,6 +58,7 @@ GROWING = ("suffix", "model")  # drafters that propose trees
 FASTER, NOT_SLOWER, DISTILLED = 1.15, 0.97, 1.5
 THEIR_PLAIN = "transformers, plain"
 MODEL = "model"
+STACK = "suffix, else model"  # copies where it can, asks the draft model where not
 
 
 class Outcome(NamedTuple):
@@ -69,13 +71,20 @@ class Outcome(NamedTuple):
     bugs: list[str]
 
 
+def drafters(pair: Pair, options: argparse.Namespace) -> dict[str, Callable[[Pair], Any]]:
+    """List what drafts for ours, by name."""
+    found = {name: DRAFTERS[name] for name in options.drafters}
+    if pair.draft is not None:
+        found[MODEL] = lambda pair: pair.draft
+        if "suffix" in found:
+            found[STACK] = lambda pair: StackedDrafter(SuffixDrafter(), pair.draft)
+    return found
+
+
 def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> dict[str, Contestant]:
     """List who takes part."""
-    new, drafts = options.tokens, {name: DRAFTERS[name] for name in options.drafters}
-    if pair.draft is not None:
-        drafts[MODEL] = lambda pair: pair.draft
-    found = {PLAIN: ours(pair, setting, new, stops=True)}
-    for name, draft in drafts.items():
+    new, found = options.tokens, {PLAIN: ours(pair, setting, options.tokens, stops=True)}
+    for name, draft in drafters(pair, options).items():
         gammas = options.model_gamma if name == MODEL else options.gamma
         for g in gammas:
             label = f"{name}, gamma {g}"

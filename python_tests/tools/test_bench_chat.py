@@ -108,9 +108,10 @@ def test_smoke(monkeypatch, tmp_path, capsys, shipped):
     assert names == {
         "plain", "suffix, gamma 2", "suffix, renewal", "ngram, gamma 2", "ngram, renewal",
         "model, gamma 3", "model, renewal", "suffix, tree of 4", "model, tree of 4",
+        "suffix, else model, gamma 2", "suffix, else model, renewal",
         "transformers, plain", "transformers, lookup 2", "transformers, model 3",
     }  # fmt: skip
-    assert path.with_suffix(".md").read_text() in said and "PASS  greedy output of 12" in said
+    assert path.with_suffix(".md").read_text() in said and "PASS  greedy output of 14" in said
     assert "stopped after 8 of 12: 0 minutes are over" in said
 
 
@@ -125,7 +126,7 @@ def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped):
     assert {(r["batch"], r["temperature"]) for r in records} == {(2, 0.7)}
     assert {r["contestant"] for r in records} == {
         "plain", "suffix, gamma 2", "suffix, renewal", "model, gamma 2", "model, renewal",
-        "transformers, plain",
+        "suffix, else model, gamma 2", "suffix, else model, renewal", "transformers, plain",
     }  # fmt: skip
     assert all(r["texts"] == (12 if r["kind"] == bench.ALL else 4) for r in records)
     with pytest.raises(SystemExit):

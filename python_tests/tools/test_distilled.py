@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import re
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from generate_models import pair  # noqa: E402
-from pair.distilled.__main__ import main  # noqa: E402
+from pair.distilled.__main__ import SHAPE, main  # noqa: E402
+from pair.distilled.decoding import PACKED, Part, draw, likeliest, write  # noqa: E402
+from pair.distilled.induction import begin_copying  # noqa: E402
 from pair.distilled.measurement import measure  # noqa: E402
 from pair.distilled.texts import (  # noqa: E402
     Answers,
     Plan,
-    openings,
+    Start,
+    Template,
     read_shards,
+    scripts,
+    starts,
+    template_of,
     write_shard,
     write_shards,
 )
 from pair.distilled.training import (  # noqa: E402
+    Conversation,
     batch_of,
     batches,
     conversations,
@@ -34,26 +53,23 @@ from pair.distilled.training import (  # noqa: E402
     optimizers,
 )
 
+import specdec_ext  # noqa: E402
 from specdec_ext.models.draft_llama import DraftLlama, DraftLlamaConfig  # noqa: E402
 
 END = 1
 VOCABULARY = 67
-PLAN = Plan(batch=6, prompt_tokens=4, answer_tokens=7, kept=VOCABULARY, seed=3)
+PLAN = Plan(batch=10, prompt_tokens=4, follow_up_tokens=3, answer_tokens=7, kept=VOCABULARY, seed=3)
+BEGUN = [Start("ab", ["?"]), Start("how", ["more", "less"])]
 
 
 class Words:
-    """A tokenizer over tokens 2 to 66 as characters, with a chat template of one turn."""
+    """A tokenizer over tokens 2 to 66 as characters; in its template a tab is the end token."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [2 + ord(letter) % (VOCABULARY - 2) for letter in text]
+        return [END if c == "\t" else 2 + ord(c) % (VOCABULARY - 2) for c in text]
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        first = VOCABULARY - 2  # a code whose remainder is 0
-        return "".join(chr(first + token - 2) for token in tokens if token > END)
-
-    def apply_chat_template(self, messages, tokenize, **how) -> str:
-        ends = "" if how.get("continue_final_message") else "|"
-        return f">{messages[0]['content']}{ends}"
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt) -> str:
+        return "".join(f"{m['role'][0]}>{m['content']}\t" for m in messages) + "a>"
 
 
 def chat_target():
@@ -66,7 +82,13 @@ def chat_target():
 
 
 def shard(number: int = 0) -> Answers:
-    return write_shard(chat_target(), Words(), ["ab", "how"], PLAN, number)
+    return write_shard(chat_target(), Words(), BEGUN, PLAN, number)
+
+
+def target_laws(target, tokens) -> torch.Tensor:
+    """Return what a target says behind each token, ``[n, V]``."""
+    with torch.no_grad():
+        return target(tokens[None].long()).logits[0].softmax(-1)
 
 
 def test_conversations_hold_the_laws_of_their_answers():
@@ -74,16 +96,83 @@ def test_conversations_hold_the_laws_of_their_answers():
     target, found = chat_target(), conversations([shard()])
     assert len(found) == PLAN.batch
     for text in found:
-        answer = text.tokens[text.prompt :].tolist()
-        assert 1 <= len(answer) <= PLAN.answer_tokens
-        assert END not in answer[:-1]
-        with torch.no_grad():
-            rows = target(text.tokens[None]).logits[0, text.prompt - 1 : -1].softmax(-1)
+        rows = target_laws(target, text.tokens)[:-1][text.answered[1:]]
         own = torch.zeros_like(rows).scatter_(1, text.entries, text.probs)
         torch.testing.assert_close(own, rows, rtol=5e-3, atol=1e-4)  # kept in half precision
         if text.temperature == 0.0:
-            assert answer == text.entries[:, 0].tolist()
+            assert text.tokens[text.answered].tolist() == text.entries[:, 0].tolist()
     assert {round(text.temperature, 1) for text in found} == {0.0, 0.7, 1.0}
+
+
+def test_turns_follow_the_template():
+    """Turns are given as the template has them; an end that was drawn is not given again."""
+    made = shard()
+    to_answer, to_user = Words().encode("\ta>"), Words().encode("\tu>")
+    two = cut = 0
+    for text in conversations([made]):
+        tokens, answered = text.tokens.tolist(), text.answered.tolist()
+        runs = [list(run) for _, run in groupby(range(len(tokens)), answered.__getitem__)]
+        assert not answered[0] and answered[-1] and len(runs) in (2, 4)
+        two += len(runs) == 4
+        for place, run in enumerate(runs):
+            said = [tokens[i] for i in run]
+            assert END not in said[:-1] or not answered[run[0]]
+            if answered[run[0]]:
+                assert 1 <= len(said) <= PLAN.answer_tokens
+                cut += said[-1] != END
+            else:
+                assert said[-3:] == to_answer
+            if place == 2:  # behind an answer
+                ended = tokens[run[0] - 1] == END
+                assert said[: 3 - ended] == to_user[ended:]
+    assert 0 < two < PLAN.batch and cut > 0
+
+
+def parts_of(*lengths: int) -> list[list[Part]]:
+    """Return conversations with greedy answers of so many tokens."""
+    return [[Part([5, 6, 7 + n], n, 0.0, True)] for n in lengths]
+
+
+def test_rows_that_end_are_taken_out():
+    """Each conversation is the one that it is by itself, however long the others are."""
+    target = chat_target()
+    together = write(target, parts_of(3, 20, 5, 12), 4, ())
+    alone = [write(target, [own], 4, ()) for own in parts_of(3, 20, 5, 12)]
+    assert [len(text) for text in together.tokens] == [6, 23, 8, 15]
+    for text, own in zip(together.tokens, alone, strict=True):
+        assert torch.equal(text, own.tokens[0])
+    assert torch.equal(together.entries, torch.cat([own.entries for own in alone]))
+    assert len(together.entries) == 40
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3_alternating", "gpt2"])
+def test_packed_attention_is_attention(family):
+    """A windowed model, too, writes what it says without a cache; longer calls go to SDPA."""
+    target = pair(family)[0].float()
+    found = write(target, parts_of(24), 4, ())
+    assert target.config._attn_implementation == PACKED
+    ids = found.tokens[0].long()
+    packed = target_laws(target, ids)
+    target.set_attn_implementation("eager")
+    rows = target_laws(target, ids)
+    torch.testing.assert_close(packed, rows, rtol=1e-4, atol=1e-6)
+    values, entries = rows[2:-1].topk(4, -1)
+    torch.testing.assert_close(found.log_probs.float().exp(), values, rtol=5e-3, atol=1e-4)
+    assert torch.equal(found.entries.long(), entries)
+
+
+def test_drawing():
+    logits = torch.randn(20, 50).double()
+    entries, log_probs = likeliest(logits, 5)
+    laws = logits.softmax(-1)
+    torch.testing.assert_close(log_probs.exp().double(), laws.gather(1, entries), rtol=1e-5, atol=0)
+    assert torch.equal(entries, laws.topk(5, -1).indices)
+    torch.manual_seed(0)
+    some = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(20000, 3)
+    for temperature in (0.0, 0.5, 1.0):
+        drawn = draw(some, torch.full((20000,), temperature)).bincount(minlength=3) / 20000
+        law = (some[0] / max(temperature, 1e-3)).softmax(-1)
+        torch.testing.assert_close(drawn, law, rtol=0, atol=0.015)
 
 
 def test_a_shard_is_a_function_of_its_number():
@@ -93,7 +182,7 @@ def test_a_shard_is_a_function_of_its_number():
 
 
 def test_shards_are_shared_by_jobs_and_go_on(tmp_path):
-    told = (chat_target(), Words(), ["ab"], PLAN, tmp_path)
+    told = (chat_target(), Words(), BEGUN, PLAN, tmp_path)
     assert write_shards(*told, 1, 2, 3600.0, 4) == 2
     assert [path.name for path in sorted(tmp_path.glob("*"))] == ["00001.pt", "00003.pt"]
     assert write_shards(*told, 0, 2, 3600.0, 4) == 2
@@ -104,23 +193,52 @@ def test_shards_are_shared_by_jobs_and_go_on(tmp_path):
     assert len(read_shards(tmp_path)) == 4
 
 
-def test_openings(tmp_path):
-    ours = openings()
-    assert len(ours) == len(set(ours)) > 40
+def test_how_turns_begin(tmp_path):
+    ours = starts()
+    openings = [start.opening for start in ours]
+    assert len(openings) == len(set(openings)) > 40
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\ntwo\n", encoding="utf-8")
-    assert openings(path) == ["one", "two"]
+    given = starts(path)
+    assert [start.opening for start in given] == ["one", "two"]
+    # What follows on any prompt follows on ours as well, and each kind has more.
+    assert all(set(given[0].follow_ups) < set(start.follow_ups) for start in ours)
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(ValueError, match="must have a prompt"):
-        openings(path)
+        starts(path)
+
+
+def test_the_benchmarks_prompts_are_not_among_them():
+    """No four words in a row of a follow-up stand in a prompt that the draft is measured on."""
+    prompts = Path(__file__).resolve().parents[2] / "benchmarks" / "prompts"
+    seen = " ".join(path.read_text(encoding="utf-8") for path in prompts.glob("*.yaml"))
+    seen = " ".join(re.findall(r"\w+", seen.lower()))
+    assert "shopping list" in seen
+    for said in {said for start in starts() for said in start.follow_ups}:
+        words = re.findall(r"\w+", said.lower())
+        for place in range(len(words) - 3):
+            assert " ".join(words[place : place + 4]) not in seen
+
+
+def test_templates():
+    assert template_of(Words()) == Template("u>", "\ta>", "\tu>")
+    words = Words()
+    words.apply_chat_template = lambda messages, **how: messages[0]["content"]
+    with pytest.raises(ValueError, match="must write .answer. as it is"):
+        template_of(words)
+    chance = random.Random(0)
+    parts = scripts(Words(), BEGUN, PLAN, chance)
+    assert [own[1].temperature for own in parts[:5]] == [0.0, 0.7, 0.0, 0.7, 1.0]
+    assert all(own[1].temperature == own[-1].temperature for own in parts)
 
 
 def by_hand() -> Answers:
-    """Two conversations over five tokens: 2 + 2 and 1 + 1 tokens, with two kept entries each."""
+    """Two conversations over five tokens, 2 and 1 of them answered, with two kept entries each."""
     probs = torch.tensor([[0.6, 0.4], [0.5, 0.25], [0.75, 0.125]])
     return Answers(
-        torch.tensor([4, 1, 0, 3, 2, 0], dtype=torch.int32), torch.tensor([4, 2]),
-        torch.tensor([2, 1]), torch.tensor([0.0, 1.0]),
+        torch.tensor([4, 1, 0, 3, 2, 0], dtype=torch.int32),
+        torch.tensor([False, False, True, True, False, True]), torch.tensor([4, 2]),
+        torch.tensor([0.0, 1.0]),
         torch.tensor([[0, 3], [3, 4], [0, 2]], dtype=torch.int32), probs.log().half(),
     )  # fmt: skip
 
@@ -139,30 +257,63 @@ def test_batches_by_hand():
     texts = conversations([by_hand()])
     batch = batch_of(texts)
     assert batch.tokens.tolist() == [[4, 1, 0, 3], [2, 0, 0, 0]]
-    assert batch.said.tolist() == [[True, False, False], [False, False, False]]
     assert batch.answered.tolist() == [[False, True, True], [True, False, False]]
     assert batch.entries.tolist() == [[0, 3], [3, 4], [0, 2]]
     assert frequent_tokens(texts, 3, 5).tolist() == [0, 3, 4]
-    of_step = batches(texts * 4, 2, 0, torch.device("cpu"))
-    assert torch.equal(of_step(5).tokens, of_step(5).tokens)
-    epoch = [len(of_step(step).tokens) for step in range(4)]
-    assert epoch == [2] * 4
+
+
+def test_epochs():
+    """Each text comes once an epoch, among texts of its length."""
+    texts = [
+        Conversation(torch.arange(n), torch.ones(n).bool(), torch.ones(n, 1), torch.ones(n, 1), 0.0)
+        for n in range(3, 43)
+    ]
+    of_step = batches(texts, 4, 0, torch.device("cpu"))
+    assert torch.equal(of_step(13).tokens, of_step(13).tokens)
+    for epoch in range(2):
+        steps = [of_step(10 * epoch + step) for step in range(10)]
+        lengths = [[len(row.unique()) for row in step.tokens] for step in steps]
+        assert sorted(sum(lengths, [])) == list(range(3, 43))
+        assert all(max(own) - min(own) == 3 for own in lengths)
+    assert lengths != sorted(lengths)
+
+
+def test_a_fresh_draft_copies():
+    """Before any training, what follows a repeated token is what followed it before."""
+    torch.manual_seed(0)
+    config = DraftLlamaConfig(vocab_size=300, draft_vocab_size=300, **SHAPE)
+    draft = DraftLlama(config).eval()
+    once = torch.stack([torch.randperm(300)[:60] for _ in range(4)])
+    twice = torch.cat([once, once], 1)
+
+    def right() -> float:
+        with torch.no_grad():
+            likeliest = draft(twice[:, :-1]).logits.argmax(-1)
+        return (likeliest[:, 60:] == twice[:, 61:]).float().mean().item()
+
+    assert right() < 0.1
+    begin_copying(draft)
+    assert right() > 0.75
+    with pytest.raises(ValueError, match="needs 2 layers.*got 1, False and 8 with heads of 4"):
+        begin_copying(small_draft())
 
 
 def test_the_loss_by_hand():
     draft, batch = small_draft(), batch_of(conversations([by_hand()]))
     laws = draft_laws(draft, batch).detach()
-    q = laws[batch.answered].exp()  # entries: tokens 0, 3, 4
+    q = laws.exp()  # entries: tokens 0, 3, 4
     expected = [[(0.6, q[0, 0]), (0.4, q[0, 1])], [(0.5, q[1, 1]), (0.25, q[1, 2])],
                 [(0.75, q[2, 0])]]  # fmt: skip
-    entropy, acceptance = law_parts(draft, batch, laws)
+    entropy, acceptance = (part.mean() for part in law_parts(draft, batch, laws))
     of_p = [-sum(p * math.log(q) for p, q in row) for row in expected]
     shared = [sum(min(p, float(q)) for p, q in row) for row in expected]
     assert entropy.item() == pytest.approx(sum(of_p) / 3, rel=2e-3)
     assert acceptance.item() == pytest.approx(sum(shared) / 3, rel=2e-3)
-    # The one token of a user's turn, 1, is not known: nothing is learned from it, and no NaN.
+    # The head ran on the answered columns alone.
+    whole = draft(batch.tokens[:, :-1]).logits.log_softmax(-1)[batch.answered]
+    torch.testing.assert_close(laws, whole, rtol=0.02, atol=0.02)
     loss, parts = distillation_loss(draft, batch)
-    assert parts[2] == 0
+    assert parts.tolist() == [entropy.item(), acceptance.item()]
     assert loss.item() == pytest.approx(0.5 * entropy.item() + 0.5 * (1 - acceptance.item()))
 
 
@@ -188,10 +339,57 @@ def test_a_toy_draft_learns():
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
     after = measure(draft, held, torch.device("cpu"))
     assert sum(r["alpha_1"] for r in after) > sum(r["alpha_1"] for r in before)
     assert all(0.0 < r["alpha_1"] <= r["known"] + 1e-6 <= 1.001 for r in after)
+
+
+def save_chat_model(folder: Path) -> None:
+    """Save a tiny random chat model and a tokenizer of single characters."""
+    characters = " abcdefghijklmnopqrstuvwxyz.,?!'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
+    vocabulary = {"<end>": 0, "<user>": 1, "<model>": 2, "<unknown>": 3}
+    vocabulary |= {letter: 4 + number for number, letter in enumerate(characters)}
+    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\w+>|[\s\S]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<model>' }}{{ m.content }}"
+        "<end>{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+    )
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=192, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_the_commands(tmp_path, capsys):
+    """Conversations are written, a draft is trained and saved, measured, and drafts."""
+    folder, work = tmp_path / "chatty", tmp_path / "work"
+    save_chat_model(folder)
+    shared = [str(folder), "--work", str(work), "--device", "cpu", "--seed", "5"]
+    few = ["--shards", "2", "--batch", "5", "--tokens", "6"]
+    assert main(["texts", *shared, *few]) == 0
+    assert "2 shards of 5 conversations" in capsys.readouterr().out
+    assert main(["train", *shared, "--steps", "3", "--batch", "2", "--vocabulary", "40"]) == 0
+    assert "3 steps, 1.2 epochs" in capsys.readouterr().out
+    card = json.loads((work / "chatty" / "draft" / "training.json").read_text(encoding="utf-8"))
+    assert (card["steps"], card["conversations"]) == (3, 5)
+    record = tmp_path / "record"
+    assert main(["evaluate", *shared, "--record", str(record)]) == 0
+    written = json.loads(record.with_suffix(".json").read_text(encoding="utf-8"))["records"]
+    assert {(own["temperature"], own["turn"]) for own in written} >= {(0.0, 1), (0.7, 1), (1.0, 1)}
+    assert sum(own["answers"] for own in written if own["turn"] == 1) == 5
+    target = AutoModelForCausalLM.from_pretrained(folder).eval()
+    draft = DraftLlama.from_pretrained(work / "chatty" / "draft").eval()
+    assert draft.dtype == torch.bfloat16 and len(draft.draft_token_ids) == 40
+    ids = torch.tensor([[1, 8, 9]])
+    told = {"max_new_tokens": 12, "temperature": 0.0}
+    found = specdec_ext.generate(target, draft, ids, gamma=3, **told).sequences
+    assert torch.equal(found, specdec_ext.generate(target, None, ids, **told).sequences)
 
 
 def test_errors(tmp_path, capsys):

@@ -189,11 +189,15 @@ class DraftLlama(PreTrainedModel):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        embedding: Any = self.layers.embed_tokens
         return CausalLMOutputWithPast(
-            logits=F.linear(output.last_hidden_state[:, kept], embedding.weight[:-1]),
+            logits=self.head(output.last_hidden_state[:, kept]),
             **{name: output[name] if name in output else None},
         )
+
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """Return the logits ``[..., Vd]`` of last hidden states ``[..., D]``."""
+        embedding: Any = self.layers.embed_tokens
+        return F.linear(hidden_states, embedding.weight[:-1])
 
     @classmethod
     @torch.no_grad()

@@ -30,8 +30,9 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 import common  # noqa: E402
 
+from pair.distilled.induction import begin_copying  # noqa: E402
 from pair.distilled.measurement import measure, table  # noqa: E402
-from pair.distilled.texts import Plan, openings, read_shards, write_shards  # noqa: E402
+from pair.distilled.texts import Plan, read_shards, starts, write_shards  # noqa: E402
 from pair.distilled.training import (  # noqa: E402
     batches,
     conversations,
@@ -54,6 +55,8 @@ SHAPE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
+    "attention_bias": True,  # see induction.py
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
 }
 
 
@@ -91,7 +94,7 @@ def run_texts(given: argparse.Namespace) -> int:
     plan = Plan(given.batch, answer_tokens=given.tokens, seed=given.seed)
     shards = work_of(given) / "texts"
     done = write_shards(
-        target, tokenizer, openings(given.prompts), plan, shards, given.job, given.jobs,
+        target, tokenizer, starts(given.prompts), plan, shards, given.job, given.jobs,
         60.0 * given.budget, given.shards,
     )  # fmt: skip
     print(f"{shards}: {done} shards of {plan.batch} conversations by this job")
@@ -109,14 +112,17 @@ def run_train(given: argparse.Namespace) -> int:
     vocabulary = target.config.get_text_config().vocab_size
     torch.manual_seed(given.seed)
     known = frequent_tokens(texts, min(given.vocabulary, vocabulary), vocabulary)
-    draft = DraftLlama.from_target(target, known, **SHAPE).to(device).requires_grad_(True)
+    draft = DraftLlama.from_target(target, known, **SHAPE)
+    begin_copying(draft)
+    draft.to(device).requires_grad_(True)
     del target
     pace = Pace(given.steps, None if given.steps else 60.0 * given.budget)
-    options = Options(given.target, "distilled", given.seed, given.batch, warmup=0.02)
+    options = Options(given.target, "distilled", given.seed, given.batch, warmup=0.05)
     folder = work_of(given) / "draft"
+    rows = batches(texts, given.batch, given.seed, device)
     report = train(
-        draft, batches(texts, given.batch, given.seed, device), distillation_loss, pace, options,
-        work_of(given) / "training", optimizers=optimizers,
+        draft, rows, distillation_loss, pace, options, work_of(given) / "training",
+        optimizers=optimizers,
     )  # fmt: skip
     draft.to(torch.bfloat16).save_pretrained(folder)
     tokens = sum(len(text.tokens) for text in texts)
@@ -125,11 +131,11 @@ def run_train(given: argparse.Namespace) -> int:
         "epochs": round(report.steps * given.batch / len(texts), 2),
     }  # fmt: skip
     (folder / CARD).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    entropy, acceptance, said = report.parts
+    entropy, acceptance = report.parts
     print(
         f"{folder}: {report.steps:,} steps, {facts['epochs']} epochs of {tokens:,} tokens, "
         f"{report.seconds:.0f} s; on the last batches a cross entropy of {entropy:.2f} nats, alpha "
-        f"{acceptance:.2f} at T = 1, {said:.2f} nats on users' turns"
+        f"{acceptance:.2f} at T = 1"
     )
     return 0
 
@@ -176,8 +182,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = command.add_argument
     add("--budget", type=float, default=40.0, help="minutes (40)")
     add("--shards", type=int, help="stop at so many shards in all")
-    add("--batch", type=int, default=Plan.batch, help="conversations of a shard (64)")
-    add("--tokens", type=int, default=Plan.answer_tokens, help="of an answer at most (256)")
+    add("--batch", type=int, default=Plan.batch, help="conversations of a shard (128)")
+    add("--tokens", type=int, default=Plan.answer_tokens, help="of an answer at most (192)")
     add("--prompts", type=Path, help="a file with a prompt, or its opening, in each line")
     add("--job", type=int, default=0, help="this process, of --jobs that run at once")
     add("--jobs", type=int, default=1)
@@ -187,7 +193,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = command.add_argument
     add("--budget", type=float, default=60.0, help="minutes (60)")
     add("--steps", type=int, help="steps in place of minutes: repeatable to the bit")
-    add("--batch", type=int, default=16, help="conversations of a step (16)")
+    add("--batch", type=int, default=8, help="conversations of a step (8)")
     add("--vocabulary", type=int, default=8192, help="tokens that the draft knows (8192)")
 
     command = commands.add_parser("evaluate", parents=[shared])

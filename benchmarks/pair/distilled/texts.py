@@ -1,11 +1,12 @@
 """What a draft learns from: conversations that its target wrote, with the laws it drew from.
 
 A draft is asked what the target says next *in the target's own texts*: that is where it works.
-Prompts come from the target too, so that any chat model will do and no text has to be found: an
-opening (openings.yaml, or prompts of the user's) is put into the chat template's user turn, the
-target goes on with it until the turn ends, and answers. Of each token of an answer the likeliest
-entries of its law are kept: running the target again while the draft learns would cost more than
-everything else together.
+Users' turns come from the target too, so that any chat model will do and no text has to be found:
+an opening (openings.yaml, or prompts of the user's) is put into the chat template's user turn, the
+target goes on with it until the turn ends, and answers; then it is told to go on with something
+that refers to its answer (follow_ups.yaml), and answers again. Of each token of an answer the
+likeliest entries of its law are kept: running the target again while the draft learns would cost
+more than everything else together.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from pair.data import save_atomically
+from pair.distilled.decoding import Part, write
 
 OPENINGS = Path(__file__).with_name("openings.yaml")
-TEMPERATURES = (0.0, 0.7, 1.0)  # of the answers, by turns
+FOLLOW_UPS = Path(__file__).with_name("follow_ups.yaml")
+# Of the answers, by turns: most users decode greedily or coolly.
+TEMPERATURES = (0.0, 0.7, 0.0, 0.7, 1.0)
+USER_TEMPERATURE = 0.8
+SINGLE = 0.2  # of the conversations have one turn
 
 
 class Answers(NamedTuple):
@@ -35,10 +40,10 @@ class Answers(NamedTuple):
     ----------
     tokens : Tensor
         ``[N]`` int32, all conversations.
+    answered : Tensor
+        ``[N]`` bool, which of them the target said in an answer.
     lengths : Tensor
         ``[C]`` int64, the tokens of each.
-    prompts : Tensor
-        ``[C]`` int64, how many of them are the prompt.
     temperatures : Tensor
         ``[C]`` float32, of the answers; the laws are those at temperature 1.
     entries : Tensor
@@ -48,8 +53,8 @@ class Answers(NamedTuple):
     """
 
     tokens: Tensor
+    answered: Tensor
     lengths: Tensor
-    prompts: Tensor
     temperatures: Tensor
     entries: Tensor
     log_probs: Tensor
@@ -63,64 +68,110 @@ class Plan:
     ----------
     batch : int
         Conversations written at a time.
-    prompt_tokens, answer_tokens : int
-        At most that many new tokens of a user's turn and of an answer.
+    prompt_tokens, follow_up_tokens, answer_tokens : int
+        At most that many tokens of the target's own in a user's first and second turn and in an
+        answer.
     kept : int
-        Entries of a law that are kept.
+        Entries of a law that are kept; tokens are drawn from these.
     seed : int
         Of everything; a shard is a function of it and its number.
     """
 
-    batch: int = 64
+    batch: int = 128
     prompt_tokens: int = 80
-    answer_tokens: int = 256
+    follow_up_tokens: int = 24
+    answer_tokens: int = 192
     kept: int = 24
     seed: int = 0
 
 
-class _Keep(LogitsProcessor):
-    """Keeps the likeliest entries of every row; makes rows of temperature 0 certain."""
+class Start(NamedTuple):
+    """How a user's first turn may begin, and how the second may."""
 
-    def __init__(self, temperatures: Tensor, kept: int) -> None:
-        self.temperatures, self.kept = temperatures, kept
-        self.entries: list[Tensor] = []
-        self.log_probs: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logits = scores.float()
-        values, entries = logits.topk(self.kept, -1)
-        self.entries.append(entries.int())
-        self.log_probs.append((values - logits.logsumexp(-1, keepdim=True)).half())
-        greedy = (self.temperatures == 0)[:, None]
-        certain = torch.full_like(logits, -torch.inf).scatter_(1, entries[:, :1], 0.0)
-        warm = torch.where(greedy, 1.0, self.temperatures[:, None])
-        return torch.where(greedy, certain, logits / warm)
+    opening: str
+    follow_ups: Sequence[str]
 
 
-def openings(path: Path | None = None) -> list[str]:
-    """Return how users' turns begin: ours, or a text file's lines."""
+class Template(NamedTuple):
+    """What a chat template puts before the user's first turn, behind it, and behind an answer."""
+
+    head: str
+    to_answer: str
+    to_user: str
+
+
+def starts(path: Path | None = None) -> list[Start]:
+    """Return how users' turns begin: ours, or a text file's lines with the follow-ups for all."""
+    said = yaml.safe_load(FOLLOW_UPS.read_text(encoding="utf-8"))
     if path is None:
         kinds = yaml.safe_load(OPENINGS.read_text(encoding="utf-8"))
-        return [opening for kind in kinds.values() for opening in kind]
+        return [
+            Start(opening, said["any"] + said[kind])
+            for kind, openings in kinds.items()
+            for opening in openings
+        ]
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{path} must have a prompt in some line, got none")
-    return lines
+    return [Start(line, said["any"]) for line in lines]
+
+
+def template_of(tokenizer: Any) -> Template:
+    """Take a chat template apart.
+
+    Raises
+    ------
+    ValueError
+        It does not write the three turns that it is given as they are, in their order.
+    """
+    turns = ["(question)", "(answer)", "(comment)"]
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    pieces, rest = [], text
+    for turn in turns:
+        piece, found, rest = rest.partition(turn)
+        if not found:
+            raise ValueError(f"the chat template must write {turn} as it is, got {text!r}")
+        pieces.append(piece)
+    return Template(*pieces)
+
+
+def scripts(
+    tokenizer: Any, begun: Sequence[Start], plan: Plan, chance: random.Random
+) -> list[list[Part]]:
+    """Choose what is given of ``plan.batch`` conversations."""
+    template = template_of(tokenizer)
+
+    def part(given: str, most: int, temperature: float, answers: bool) -> Part:
+        return Part(tokenizer.encode(given, add_special_tokens=False), most, temperature, answers)
+
+    written = []
+    for number, start in enumerate(chance.choices(begun, k=plan.batch)):
+        temperature = TEMPERATURES[number % len(TEMPERATURES)]
+        answer = part(template.to_answer, plan.answer_tokens, temperature, True)
+        said = template.head + start.opening
+        parts = [part(said, plan.prompt_tokens, USER_TEMPERATURE, False), answer]
+        if chance.random() >= SINGLE:
+            said = template.to_user + chance.choice(start.follow_ups)
+            parts += [part(said, plan.follow_up_tokens, USER_TEMPERATURE, False), answer]
+        written.append(parts)
+    return written
 
 
 def write_shard(
-    target: Any, tokenizer: Any, begun: Sequence[str], plan: Plan, number: int
+    target: Any, tokenizer: Any, begun: Sequence[Start], plan: Plan, number: int
 ) -> Answers:
     """Let the target write ``plan.batch`` conversations.
 
     Parameters
     ----------
     target : torch.nn.Module
-        A causal model, in evaluation mode.
+        A causal model of transformers, in evaluation mode.
     tokenizer : PreTrainedTokenizerBase
         With a chat template.
-    begun : sequence of str
-        Openings of users' turns.
+    begun : sequence of Start
+        How users' turns begin.
     plan : Plan
         How much.
     number : int
@@ -129,46 +180,24 @@ def write_shard(
     Returns
     -------
     Answers
-        Conversations whose answer was cut at its last permitted token are kept.
+        Conversations whose answers were cut at the last permitted token are kept.
     """
-    chosen = random.Random(plan.seed * 1_000_003 + number).choices(begun, k=plan.batch)
-    torch.manual_seed(plan.seed * 1_000_003 + number)
-    ends = _end_tokens(target)
-    turns = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": opening}], tokenize=False, continue_final_message=True
-        )
-        for opening in chosen
-    ]
-    written = _generate(
-        target, [tokenizer.encode(turn, add_special_tokens=False) for turn in turns],
-        ends, plan.prompt_tokens, temperature=0.8, top_p=0.95,
-    )  # fmt: skip
-    prompts = []
-    for opening, added in zip(chosen, written, strict=True):
-        said = opening + tokenizer.decode(added, skip_special_tokens=True)
-        messages = [{"role": "user", "content": said}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompts.append(tokenizer.encode(text, add_special_tokens=False))
-    turn = torch.arange(plan.batch) % len(TEMPERATURES)
-    temperatures = torch.tensor(TEMPERATURES)[turn]
-    keep = _Keep(temperatures.to(target.device), plan.kept)
-    answers = _generate(target, prompts, ends, plan.answer_tokens, keep=keep)
-    rows = [row for row, answer in enumerate(answers) for _ in answer]
-    steps = [step for answer in answers for step in range(len(answer))]
-    whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    seed = plan.seed * 1_000_003 + number
+    torch.manual_seed(seed)
+    parts = scripts(tokenizer, begun, plan, random.Random(seed))
+    written = write(target, parts, plan.kept, _end_tokens(target))
     return Answers(
-        tokens=torch.tensor([token for text in whole for token in text], dtype=torch.int32),
-        lengths=torch.tensor([len(text) for text in whole]),
-        prompts=torch.tensor([len(prompt) for prompt in prompts]),
-        temperatures=temperatures,
-        entries=torch.stack(keep.entries)[steps, rows].cpu(),
-        log_probs=torch.stack(keep.log_probs)[steps, rows].cpu(),
+        tokens=torch.cat(written.tokens),
+        answered=torch.cat(written.answered),
+        lengths=torch.tensor([len(text) for text in written.tokens]),
+        temperatures=torch.tensor([own[1].temperature for own in parts]),
+        entries=written.entries,
+        log_probs=written.log_probs,
     )
 
 
 def write_shards(
-    target: Any, tokenizer: Any, begun: Sequence[str], plan: Plan, folder: Path,
+    target: Any, tokenizer: Any, begun: Sequence[Start], plan: Plan, folder: Path,
     job: int, jobs: int, seconds: float, shards: int | None = None,
 ) -> int:  # fmt: skip
     """Write shards ``job``, ``job + jobs``, ... that are not there yet, while there is time.
@@ -206,24 +235,3 @@ def read_shards(folder: Path) -> list[Answers]:
 def _end_tokens(target: Any) -> list[int]:
     ends = target.generation_config.eos_token_id
     return list(ends) if isinstance(ends, (list, tuple)) else [ends]
-
-
-@torch.no_grad()
-def _generate(
-    target: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], new: int,
-    keep: _Keep | None = None, **law: float,
-) -> list[list[int]]:  # fmt: skip
-    """Return what the target adds to each prompt, its end token included where it came."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[ends[0]] * (width - len(text)) + list(text) for text in prompts])
-    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in prompts])
-    output = target.generate(
-        ids.to(target.device), attention_mask=mask.to(target.device), do_sample=True, top_k=0,
-        max_new_tokens=new, pad_token_id=ends[0], eos_token_id=list(ends),
-        logits_processor=LogitsProcessorList([] if keep is None else [keep]), **law,
-    )  # fmt: skip
-    texts = []
-    for row in output[:, width:].tolist():
-        stops = [i for i, token in enumerate(row) if token in ends]
-        texts.append(row[: stops[0] + 1] if stops else row)
-    return texts

@@ -6,41 +6,39 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from pair.distilled.texts import Answers
 from specdec_ext.models.draft_llama import DraftLlama
 
+SORTED = 16  # batches are filled from so many batches' texts, sorted by length
+
 
 class Conversation(NamedTuple):
-    """One conversation: all its tokens, and the laws of those behind the prompt."""
+    """One conversation: all its tokens, and the laws of those that the target answered."""
 
     tokens: Tensor  # [n] int64
-    prompt: int
-    entries: Tensor  # [n - prompt, k] int64
-    probs: Tensor  # [n - prompt, k] float32, at temperature 1
-    temperature: float  # of the answer
+    answered: Tensor  # [n] bool
+    entries: Tensor  # [m, k] int64
+    probs: Tensor  # [m, k] float32, at temperature 1
+    temperature: float  # of the answers
 
 
 class Batch(NamedTuple):
-    """Conversations side by side, padded behind their ends.
+    """Texts side by side, padded behind their ends.
 
     Attributes
     ----------
     tokens : Tensor
         ``[B, n]`` int64, the target's tokens.
-    said : Tensor
-        ``[B, n - 1]`` bool, which columns predict a token of the user's turn.
     answered : Tensor
-        ``[B, n - 1]`` bool, which columns predict a token of the answer, whose law is known.
+        ``[B, n - 1]`` bool, which columns predict a token whose law is known.
     entries, probs : Tensor
         ``[M, k]`` int64 and float32, these laws in the order of ``answered``.
     """
 
     tokens: Tensor
-    said: Tensor
     answered: Tensor
     entries: Tensor
     probs: Tensor
@@ -50,9 +48,11 @@ def conversations(shards: Sequence[Answers]) -> list[Conversation]:
     """Take shards apart."""
     found = []
     for shard in shards:
-        replies = (shard.lengths - shard.prompts).tolist()
+        lengths = shard.lengths.tolist()
+        answered = shard.answered.split(lengths)
+        replies = [int(own.sum()) for own in answered]
         parts = zip(
-            shard.tokens.long().split(shard.lengths.tolist()), shard.prompts.tolist(),
+            shard.tokens.long().split(lengths), answered,
             shard.entries.long().split(replies), shard.log_probs.float().exp().split(replies),
             shard.temperatures.tolist(), strict=True,
         )  # fmt: skip
@@ -71,14 +71,9 @@ def frequent_tokens(texts: Sequence[Conversation], number: int, vocabulary: int)
 
 def batch_of(texts: Sequence[Conversation]) -> Batch:
     """Put conversations side by side."""
-    tokens = pad_sequence([text.tokens for text in texts], batch_first=True)
-    column = torch.arange(1, tokens.shape[1])
-    prompts = torch.tensor([[text.prompt] for text in texts])
-    ends = torch.tensor([[len(text.tokens)] for text in texts])
     return Batch(
-        tokens,
-        column < prompts,
-        (column >= prompts) & (column < ends),
+        pad_sequence([text.tokens for text in texts], batch_first=True),
+        pad_sequence([text.answered[1:] for text in texts], batch_first=True),
         torch.cat([text.entries for text in texts]),
         torch.cat([text.probs for text in texts]),
     )
@@ -87,19 +82,26 @@ def batch_of(texts: Sequence[Conversation]) -> Batch:
 def batches(
     texts: Sequence[Conversation], size: int, seed: int, device: torch.device
 ) -> Callable[[int], Batch]:
-    """Return the batch of a step: a function of the seed and its number alone."""
+    """Return the batch of a step: a function of the seed and its number alone.
+
+    Texts of similar length come together, and all come once before any comes again.
+    """
+    lengths = torch.tensor([len(text.tokens) for text in texts])
+    per_epoch = max(len(texts) // size, 1)
 
     def batch(step: int) -> Batch:
-        per_epoch = max(len(texts) // size, 1)
         epoch, place = divmod(step, per_epoch)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        order = torch.randperm(len(texts), generator=generator)[place * size : (place + 1) * size]
-        return Batch(*(part.to(device) for part in batch_of([texts[i] for i in order])))
+        chance = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        order = torch.randperm(len(texts), generator=chance)
+        order = torch.cat([some[lengths[some].argsort()] for some in order.split(SORTED * size)])
+        place = int(torch.randperm(per_epoch, generator=chance)[place])
+        own = [texts[i] for i in order[place * size : (place + 1) * size]]
+        return Batch(*(part.to(device) for part in batch_of(own)))
 
     return batch
 
 
-def optimizers(draft: nn.Module, muon_lr: float = 0.02, adam_lr: float = 2e-3) -> list:
+def optimizers(draft: nn.Module, muon_lr: float = 0.008, adam_lr: float = 2e-3) -> list:
     """Return Muon for the layers' matrices and AdamW for the embedding and norms."""
     matrices, others = [], []
     for name, parameter in draft.named_parameters():
@@ -111,41 +113,39 @@ def optimizers(draft: nn.Module, muon_lr: float = 0.02, adam_lr: float = 2e-3) -
 
 
 def draft_laws(draft: DraftLlama, batch: Batch) -> Tensor:
-    """Return the draft's log-probabilities behind every token but the last, ``[B, n - 1, Vd]``."""
+    """Return the draft's log-probabilities where the target's law is known, ``[M, Vd]``.
+
+    The head runs on these columns alone: it costs as much as all layers.
+    """
     with torch.autocast(batch.tokens.device.type, torch.bfloat16):
-        logits = draft(batch.tokens[:, :-1], use_cache=False).logits
+        hidden = draft.layers(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
+        logits = draft.head(hidden[batch.answered])
     return logits.float().log_softmax(-1)
 
 
 def law_parts(draft: DraftLlama, batch: Batch, laws: Tensor) -> tuple[Tensor, Tensor]:
     """Compare the draft with the target on the answers.
 
-    Returns the cross entropy of the draft relative to the target, and the mass that both laws have
-    in common, ``sum_x min(p(x), q(x))``: the acceptance rate (Leviathan et al., arXiv 2211.17192,
-    Corollary 3.6). Entries that the draft does not know add nothing to either; those that were not
-    kept of the target's laws neither, so that the second is a lower bound.
+    Returns for each answered token, ``[M]``, the cross entropy of the draft relative to the target,
+    and the mass that both laws have in common, ``sum_x min(p(x), q(x))``: the acceptance rate
+    (Leviathan et al., arXiv 2211.17192, Corollary 3.6). Entries that the draft does not know add
+    nothing to either; those that were not kept of the target's laws neither, so that the second is
+    a lower bound.
     """
     entries = draft.entries[batch.entries]
     known = entries < laws.shape[-1]
-    own = laws[batch.answered].gather(1, entries.clamp(max=laws.shape[-1] - 1))
+    own = laws.gather(1, entries.clamp(max=laws.shape[-1] - 1))
     probs = batch.probs * known
-    entropy = -(probs * own).sum(-1).mean()
-    return entropy, torch.minimum(probs, own.exp()).sum(-1).mean()
+    return -(probs * own).sum(-1), torch.minimum(probs, own.exp()).sum(-1)
 
 
 def distillation_loss(draft: DraftLlama, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the loss, and its parts: cross entropy, acceptance, and nats on the users' turns.
+    """Return the loss, and its parts: cross entropy and acceptance.
 
     Half cross entropy to the target's law and half total variation, which is what speculative
-    decoding pays for but whose gradient is flat where the draft is far off; and with a quarter of
-    the weight, the text of the users' turns, which the target wrote as well.
+    decoding pays for but whose gradient is flat where the draft is far off.
     """
     laws = draft_laws(draft, batch)
-    entropy, acceptance = law_parts(draft, batch, laws)
-    labels = draft.entries[batch.tokens[:, 1:]]
-    known = batch.said & (labels < laws.shape[-1])
-    labels = torch.where(known, labels, -100).flatten()
-    said = F.nll_loss(laws.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
-    said = said / known.sum().clamp(min=1)
-    loss = 0.5 * entropy + 0.5 * (1.0 - acceptance) + 0.25 * said
-    return loss, torch.stack([entropy, acceptance, said]).detach()
+    entropy, acceptance = (part.mean() for part in law_parts(draft, batch, laws))
+    loss = 0.5 * entropy + 0.5 * (1.0 - acceptance)
+    return loss, torch.stack([entropy, acceptance]).detach()
