@@ -134,7 +134,7 @@ def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped):
     options = bench.parse(["--contestants", "renewal", "lookup 10"])
     assert [*bench.contestants(shipped, bench.Setting(1, 0.0), options)] == [
         "plain", "lookup, renewal", "suffix, renewal", "ngram, renewal", "model, renewal",
-        "transformers, lookup 10",
+        "suffix, else model, renewal", "transformers, lookup 10",
     ]  # fmt: skip
 
 

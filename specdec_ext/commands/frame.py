@@ -69,7 +69,7 @@ def command(name: str) -> Callable[[Run], Run]:
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> None:
-    """Declare ``--target`` and ``--draft``, the models that a command runs; `purpose`: what for."""
+    """Declare the models that a command runs, and what they compute in; `purpose`: what for."""
     parser.add_argument(
         "--target",
         metavar="PATH",
@@ -77,6 +77,11 @@ def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> No
         "(default: that of specdec-ext-pair)",
     )
     parser.add_argument("--draft", metavar="PATH", help="a smaller one over the same tokens")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="what models compute in (default: float32 on CPUs, elsewhere as the checkpoints say)",
+    )
 
 
 def add_generation_arguments(

@@ -124,10 +124,12 @@ def load_pair(
     draft_path: str | None = None,
     device: str = "cpu",
     alone: bool = False,
+    dtype: str | None = None,
 ) -> Pair:
     """Load two checkpoints over the same tokens; those of `find_pair` where none are named.
 
-    ``alone``: a target may be named without a draft, which is None then.
+    ``alone``: a target may be named without a draft, which is None then. ``dtype``: what the models
+    compute in, a name of torch's; None: float32 on CPUs, elsewhere what the checkpoints say.
     """
     if (target_path is None) != (draft_path is None) and (target_path is None or not alone):
         raise ValueError("--target and --draft go together")
@@ -148,16 +150,16 @@ def load_pair(
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # Half precision is slow on most CPUs, and greedy choices then tie.
+    # Half precision is slow on many CPUs, and greedy choices then tie.
     whole = shipped or torch.device(device).type == "cpu"
-    dtype = torch.float32 if whole else "auto"
+    kind = dtype or ("float32" if whole else "auto")
     beside = target.parent / "tokenizer"
     words = beside if beside.is_dir() else target
     card = target.parent / "pair.json"
 
     def model(folder: Path) -> Any:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True
+            folder, dtype=kind, local_files_only=True
         )
         return loaded.eval().to(device)
 
@@ -202,7 +204,7 @@ def load_named(
     Parameters
     ----------
     args : argparse.Namespace
-        With ``target``, ``draft``, ``device`` and ``prompt``: see
+        With ``target``, ``draft``, ``dtype``, ``device`` and ``prompt``: see
         `specdec_ext.commands.frame.add_pair_arguments`.
     texts : sequence of Given, optional
         What to complete, if it is known.
@@ -210,7 +212,7 @@ def load_named(
         Whether a target may be named without a draft.
     """
     check_device(args.device)
-    pair = load_pair(args.target, args.draft, args.device, alone)
+    pair = load_pair(args.target, args.draft, args.device, alone, args.dtype)
     if texts is None:
         return pair, find_prompts(pair, getattr(args, "prompt", None))
     chat = getattr(args, "chat", False)
