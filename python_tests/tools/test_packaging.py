@@ -11,10 +11,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 from processes import output_of
 
 from specdec_ext import _installed, triton
 from specdec_ext.commands import pair
+from specdec_ext.models.draft_llama import DraftLlama
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "specdec_ext"
@@ -174,6 +176,31 @@ def test_the_pair_that_is_absent(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "specdec_ext_pair", None)
     with pytest.raises(ImportError, match="pip install specdec-ext-pair .*--target and --draft"):
         pair.find_pair()
+
+
+def test_the_draft_for_smollm2(monkeypatch, tmp_path):
+    folder = pair.find_draft("smollm2")
+    assert folder == ROOT / WEIGHTS / "specdec_ext_pair" / "smollm2-draft"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 8e6
+    draft = DraftLlama.from_pretrained(folder, dtype=torch.float32).eval()
+    assert draft.config.vocab_size == 49_152 and len(draft.draft_token_ids.unique()) == 8_192
+    # It copies: behind "a b c ... a b" it expects "c".
+    said = draft.draft_token_ids[torch.randperm(8_192)[:24]].repeat(2)[None]
+    with torch.no_grad():
+        expected = draft(said).logits[0, 24:-1].argmax(-1)
+    copied = (draft.draft_token_ids[expected] == said[0, 25:]).float().mean()
+    assert copied > 0.5
+    monkeypatch.setattr(pair, "IN_A_CHECKOUT", tmp_path / "no-checkout")
+    monkeypatch.setitem(sys.modules, "specdec_ext_pair", None)
+    with pytest.raises(ImportError, match="pip install specdec-ext-pair"):
+        pair.find_draft("smollm2")
+
+
+def test_the_card_of_the_draft_has_the_figures_of_its_record():
+    card = (pair.find_draft("smollm2") / "README.md").read_text()
+    record = ROOT / "benchmarks" / "results" / "distilled-cpu-2026-11-24-turns.md"
+    figures = re.findall(r"0\.\d{3} \(0\.\d{3}\)", card)
+    assert len(figures) == 12 and all(figure in record.read_text() for figure in figures)
 
 
 def test_triton_that_is_absent(monkeypatch):

@@ -76,7 +76,12 @@ def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> No
         help=f"{purpose}a local Hugging Face checkpoint, or the name of one that `fetch` got "
         "(default: that of specdec-ext-pair)",
     )
-    parser.add_argument("--draft", metavar="PATH", help="a smaller one over the same tokens")
+    parser.add_argument(
+        "--draft",
+        metavar="PATH",
+        help="a smaller one over the same tokens, or the name of the fetched model whose draft "
+        "comes with specdec-ext-pair",
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

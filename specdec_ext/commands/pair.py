@@ -85,6 +85,27 @@ def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def find_draft(target: str) -> Path:
+    """Find the draft that comes with specdec-ext-pair for a model that `fetch` gets.
+
+    Parameters
+    ----------
+    target : str
+        The model's name.
+
+    Returns
+    -------
+    Path
+        A folder with the draft and its card.
+
+    Raises
+    ------
+    ImportError
+        This is no checkout, and the package specdec-ext-pair is not installed.
+    """
+    return find_pair().parent / f"{target}-draft"
+
+
 def find_pair() -> Path:
     """Find the pair of models that the demo runs: the checkout's, else the installed package's.
 
@@ -138,7 +159,7 @@ def load_pair(
     if shipped:
         draft: Path | None = find_pair() / "draft"
     else:
-        draft = None if draft_path is None else _checkpoint(draft_path)
+        draft = None if draft_path is None else _draft_checkpoint(draft_path)
     for folder in (target, draft):
         if folder is not None and not folder.is_dir():
             raise ValueError(f"no checkpoint at {folder}")
@@ -180,6 +201,11 @@ def load_pair(
         _find(read, "held_out_modules") or ["textwrap", "heapq", "calendar", "fractions"],
         loaded(tokenizer, draft) if draft and has_tokenizer(draft) else None,
     )
+
+
+def _draft_checkpoint(path: str) -> Path:
+    """Return the folder of a draft: a path, or the name of the fetched model that it is for."""
+    return find_draft(path) if path in fetch.MODELS and not Path(path).is_dir() else Path(path)
 
 
 def _checkpoint(path: str) -> Path:
