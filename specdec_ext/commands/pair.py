@@ -86,7 +86,7 @@ def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def find_draft(target: str) -> Path:
-    """Find the draft that comes with specdec-ext-pair for a model that `fetch` gets.
+    """Find the draft that specdec-ext-pair has for a model that `fetch` gets, see `fetch.MODELS`.
 
     Parameters
     ----------
@@ -102,8 +102,13 @@ def find_draft(target: str) -> Path:
     ------
     ImportError
         This is no checkout, and the package specdec-ext-pair is not installed.
+    ValueError
+        It has none for this model.
     """
-    return find_pair().parent / f"{target}-draft"
+    draft = fetch.MODELS[target].draft
+    if draft is None:
+        raise ValueError(f"specdec-ext-pair has no draft for {target}")
+    return find_pair().parent / draft
 
 
 def find_pair() -> Path:
@@ -204,8 +209,11 @@ def load_pair(
 
 
 def _draft_checkpoint(path: str) -> Path:
-    """Return the folder of a draft: a path, or the name of the fetched model that it is for."""
-    return find_draft(path) if path in fetch.MODELS and not Path(path).is_dir() else Path(path)
+    """Return the folder of a draft: a path, or that for a fetched model, or the model itself."""
+    source = fetch.MODELS.get(path)
+    if source is None or source.draft is None or Path(path).is_dir():
+        return _checkpoint(path)
+    return find_draft(path)
 
 
 def _checkpoint(path: str) -> Path:
