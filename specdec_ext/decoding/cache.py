@@ -35,6 +35,7 @@ __all__ = [
     "CachedModel",
     "Traits",
     "accepted_arguments",
+    "cache_argument",
     "described",
     "refuse_unsuitable",
     "smallest_window",
@@ -117,7 +118,7 @@ class CachedModel:
         self._reads_features = reads_features
         self._vocabulary = vocabulary_size(model)
         self._accepts = accepted_arguments(model)
-        self._cache_name = _cache_argument(model)
+        self._cache_name = cache_argument(model)
         self.slots = 0
         self.lengths = [0] * ends.shape[0]  # tokens in the cache, of each row
         self._mask: Tensor | None = None  # [B, capacity] int64; None: no padding and no hole
@@ -485,17 +486,17 @@ def accepted_arguments(model: Any) -> set[str]:
     return {p.name for p in parameters}
 
 
-def _cache_argument(model: Any) -> str:
+def cache_argument(model: Any) -> str:
     """Return the name by which a model takes its cache, that of a class it is made from at worst.
 
     A forward that passes on ``**kwargs`` hides it.
     """
-    kind = type(described(model))
-    inherited = (vars(cls)["forward"] for cls in kind.__mro__ if "forward" in vars(cls))
-    named = (cache_name(inspect.signature(forward).parameters) for forward in inherited)
+    name = cache_name(accepted_arguments(model))
+    for cls in type(described(model)).__mro__:
+        if name is None and "forward" in vars(cls):
+            name = cache_name(inspect.signature(vars(cls)["forward"]).parameters)
     # A model with neither is refused elsewhere, or called in vain: by its own message.
-    found = (cache_name(accepted_arguments(model)), *named)
-    return next((name for name in found if name is not None), own_cache_name())
+    return own_cache_name() if name is None else name
 
 
 def cache_layers(model: Any) -> list[Any]:

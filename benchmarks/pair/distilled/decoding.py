@@ -19,8 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specdec_ext.decoding.cache import accepted_arguments
-from specdec_ext.decoding.cache_names import cache_name, own_cache_name
+from specdec_ext.decoding.cache import cache_argument
 from specdec_ext.decoding.layers import GrowingLayer
 
 PACKED = "specdec_ext_packed"  # the name of `packed_attention` in transformers
@@ -168,7 +167,7 @@ def write(
     """
     if target.config._attn_implementation == "sdpa":
         target.set_attn_implementation(PACKED)
-    device, name = target.device, cache_name(accepted_arguments(target)) or own_cache_name()
+    device, name = target.device, cache_argument(target)
     rows = [_Row(parts, ends) for parts in conversations]
     room = max(sum(len(part.given) + part.most for part in parts) for parts in conversations)
     cache = _cache(target, room)
