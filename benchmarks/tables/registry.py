@@ -33,6 +33,9 @@ PAPER = {
     "sharpness": Entry("tables.sharpness", "alpha over temperature and top-p (section 4.2)"),
     "standardised": Entry("tables.standardised", "drafts sampled otherwise (section 6)"),
     "distilled": Entry("tables.distilled", "drafts taught by the target (section 6)"),
+    "identical": Entry(
+        "tables.identical", "greedy texts of every rule, all sentences", sentences=1_000_000
+    ),
 }
 FOLLOWERS = {
     "report1": Entry("tables.report1", "models by themselves, beams (the report's Table 1)"),

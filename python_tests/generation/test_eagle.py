@@ -369,12 +369,59 @@ def test_the_loss_by_hand():
     assert loss.item() == pytest.approx(distance + 0.3 * entropy, rel=1e-5)
 
 
+def rounds_by_hand(head, tokens, states, length):
+    """A head's outputs in rounds from every place, by place: [(element, its state, its row)]."""
+    found = [[] for _ in range(length)]
+    for first in range(tokens.shape[1] - 1):
+        read = states[:, : first + 1]
+        for place in range(min(length, tokens.shape[1] - 1 - first)):
+            output = head(tokens[:, 1 : first + place + 2], read)
+            estimate = output.hidden_states[-1][:, -1:]
+            found[place].append((first + place, estimate[0, 0], output.logits[0, -1]))
+            read = torch.cat([read, estimate], 1)
+    return found
+
+
+@pytest.mark.parametrize("unrolled", [2, 3])
+def test_the_unrolled_loss_by_hand(unrolled):
+    """A later place of a round is learned behind the head's own estimates of its earlier ones."""
+    _, head = table_and_head()
+    head = copy.deepcopy(head).double()
+    torch.manual_seed(0)
+    tokens, states = torch.randint(4, (1, 6)), torch.randn(1, 6, 4).double()
+    logits, mask = torch.randn(1, 6, 4).double(), torch.ones(1, 6)
+    mask[0, 2] = 0
+    with torch.no_grad():
+        loss, parts = eagle_loss(head, tokens, states, logits, mask, unrolled=unrolled)
+        means = []
+        for own in rounds_by_hand(head, tokens, states, unrolled):
+            counted = [each for each in own if mask[0, each[0] + 1]]
+            error = torch.stack([s - states[0, e + 1] for e, s, _ in counted]).abs()
+            distance = torch.where(error < 1, error**2 / 2, error - 0.5).mean()
+            laws = torch.stack([logits[0, e + 1][REDUCED] for e, _, _ in counted]).softmax(-1)
+            rows = torch.stack([row for _, _, row in counted]).log_softmax(-1)
+            means.append(torch.stack([distance, -(laws * rows).sum(-1).mean()]))
+    wanted = torch.stack(means).mean(0)
+    assert parts.tolist() == pytest.approx(wanted.tolist(), rel=1e-5)
+    assert loss.item() == pytest.approx(float(wanted[0] + 0.1 * wanted[1]), rel=1e-5)
+    plain, _ = eagle_loss(head, tokens, states, logits, mask)
+    assert abs(loss.item() - plain.item()) > 1e-3  # its own estimates are not the target's states
+
+
 def test_what_is_refused():
     target, head = table_and_head()
     with pytest.raises(TypeError, match="EagleDrafter: head must be an EagleHead"):
         EagleDrafter(target)
     with pytest.raises(TypeError, match="one that reads no hidden states"):
         HierarchicalDrafter(pair()[1], EagleDrafter(head))
+    rows = torch.zeros(1, 3, 4)
+    with pytest.raises(ValueError, match=r"eagle_loss: unrolled must be .* got 0"):
+        eagle_loss(head, torch.tensor([[1, 2, 3]]), rows, rows, unrolled=0)
+    two = EagleHead(EagleHeadConfig(
+        hidden_size=4, intermediate_size=6, num_attention_heads=2, vocab_size=4, num_hidden_layers=2
+    ))  # fmt: skip
+    with pytest.raises(ValueError, match="needs a head of 1 layer .* got 2"):
+        eagle_loss(two, torch.tensor([[1, 2, 3]]), rows, rows, unrolled=2)
     with pytest.raises(ValueError, match=r"draft_vocab_size must be in \[1, 4\], got 5"):
         EagleHead(EagleHeadConfig(vocab_size=4, draft_vocab_size=5))
     with pytest.raises(TypeError, match="must have an embedding and an output head"):

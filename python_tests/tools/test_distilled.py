@@ -52,6 +52,8 @@ from pair.distilled.training import (  # noqa: E402
     law_parts,
     optimizers,
 )
+from pair.heads.__main__ import main as train_heads  # noqa: E402
+from pair.heads.sources import open_source  # noqa: E402
 
 import specdec_ext  # noqa: E402
 from specdec_ext.models.draft_llama import DraftLlama, DraftLlamaConfig  # noqa: E402
@@ -390,6 +392,42 @@ def test_the_commands(tmp_path, capsys):
     told = {"max_new_tokens": 12, "temperature": 0.0}
     found = specdec_ext.generate(target, draft, ids, gamma=3, **told).sequences
     assert torch.equal(found, specdec_ext.generate(target, None, ids, **told).sequences)
+
+
+def test_heads_learn_from_the_same_conversations(tmp_path, capsys):
+    folder, texts = tmp_path / "chatty", tmp_path / "work" / "chatty" / "texts"
+    save_chat_model(folder)
+    few = ["--shards", "3", "--batch", "4", "--tokens", "6", "--seed", "5", "--device", "cpu"]
+    assert main(["texts", str(folder), "--work", str(tmp_path / "work"), *few]) == 0
+    source = open_source(str(folder), tmp_path, tmp_path, 64, 0, torch.device("cpu"), texts)
+    rows = source.rows(0)
+    held_out, *rest = read_shards(texts)
+    learned = conversations(rest)
+    assert rows.tokens.shape == rows.mask.shape == rows.features.shape[:2]
+    for tokens, mask, logits in zip(rows.tokens, rows.mask, rows.logits, strict=True):
+        (text,) = [t for t in learned if torch.equal(t.tokens, tokens[: len(t.tokens)])]
+        # What counts is the state in front of every token that the target said.
+        assert mask.nonzero()[:, 0].tolist() == (text.answered.nonzero()[:, 0] - 1).tolist()
+        assert torch.equal(logits[mask].argmax(-1), text.entries[:, 0])
+    (trial,) = source.trials(1)
+    first = conversations([held_out])[0]
+    assert trial.prompt.shape[1] == first.answered.nonzero()[0, 0]
+    assert torch.equal(source.frequent(9), frequent_tokens(learned, 9, len(logits[0])))
+
+    own = [str(folder), "--work", str(tmp_path / "heads"), "--conversations", str(texts)]
+    kind = ["--kind", "eagle", "--heads", "2", "--steps", "10", "--batch-tokens", "64"]
+    kind += ["--vocabulary", "30", "--unrolled", "2", "--law-weight", "1", "--bfloat16"]
+    capsys.readouterr()
+    assert train_heads(["train", *own, *kind]) == 0
+    assert "10 steps" in capsys.readouterr().out
+    assert train_heads(["evaluate", *own, "--texts", "2", "--new-tokens", "5", "--bfloat16"]) == 0
+    assert "eagle-2, tree" in capsys.readouterr().out
+    assert train_heads(["train", *own, *kind[:-1], "--unrolled", "1"]) == 1
+    assert "details was" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="2 shards at least .* got 1"):
+        for path in sorted(texts.glob("*.pt"))[1:]:
+            path.unlink()
+        open_source(str(folder), tmp_path, tmp_path, 64, 0, torch.device("cpu"), texts)
 
 
 def test_errors(tmp_path, capsys):

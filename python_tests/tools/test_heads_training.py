@@ -142,7 +142,7 @@ def test_the_command_on_a_causal_model(tmp_path, capsys, monkeypatch):
     assert main(["evaluate", *work, "--only", "blockwise-2"]) == 1
     assert "has not all of blockwise-2: run `train` first" in capsys.readouterr().err
     assert main(["train", "nowhere", "--work", str(tmp_path)]) == 1
-    assert "a model's folder, got 'nowhere'" in capsys.readouterr().err
+    assert "a model's folder or name, got 'nowhere', which is no task of" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

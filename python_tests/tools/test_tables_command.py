@@ -19,7 +19,7 @@ from pair.seq2seq.schedule import Pace  # noqa: E402
 from pair.seq2seq.sizes import build_model  # noqa: E402
 from pair.seq2seq.training import KL, TV, Options, train  # noqa: E402
 from tables import __main__ as command  # noqa: E402
-from tables import decode, figure5, forced, shared  # noqa: E402
+from tables import decode, figure5, forced, identical, shared  # noqa: E402
 from tables.registry import PAPER  # noqa: E402
 
 from specdec_ext import theory  # noqa: E402
@@ -153,6 +153,28 @@ def test_wrong_greedy_output_is_found(family, tmp_path):
     del runs["wrong"]
     faults, ties = decode.greedy_faults(bench, runs)
     assert not faults and decode.greedy_bar(runs, faults, ties).endswith("PASS")
+
+
+@pytest.mark.thorough
+def test_batches_of_sentences_are_compared_one_by_one(family, tmp_path, monkeypatch):
+    bench = bench_of(family, tmp_path, "identical", "--quick")
+    bench.options.sentences = identical.BATCH + 3
+    plain = identical.Way(None, {})
+    runs, statistics = identical.decode(bench, plain)
+    one_by_one = [decode.way(bench, None)(sentence, 0).tokens for sentence in bench.sentences]
+    assert [run.tokens for run in runs] == one_by_one
+    assert statistics.emitted == sum(run.num_tokens for run in runs)
+    token = runs[-1].tokens[0][0]
+
+    def without(ids, scores):
+        return scores.index_fill(1, torch.tensor([token]), -torch.inf)
+
+    wrong = identical.Way(None, {"logits_processor": [without]})
+    monkeypatch.setattr(identical, "ways", lambda bench: {decode.PLAIN: plain, "wrong": wrong})
+    result = identical.make(bench)
+    affected = sum(token in run.tokens[0] for run in runs)
+    assert len(result.faults) == result.records[1]["wrong"] == affected > 0
+    assert result.bars[0].endswith("FAIL") and result.records[0]["wrong"] == 0
 
 
 def changed(run, place, token):

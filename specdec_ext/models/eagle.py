@@ -8,6 +8,7 @@ costs one layer, and the keys and values of one layer are all that it caches.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoding.cache_names import own_cache_name
 from ..decoding.checks import integer
+from ..tree_masks import additive_mask
 
 __all__ = ["EagleHead", "EagleHeadConfig", "eagle_loss"]
 
@@ -225,6 +227,7 @@ def eagle_loss(
     mask: Tensor | None = None,
     *,
     law_weight: float = 0.1,
+    unrolled: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return how far a head's states and laws are from the target's, on a text.
 
@@ -232,18 +235,28 @@ def eagle_loss(
     head's law relative to the target's, which is taken over the head's vocabulary (Li et al., arXiv
     2401.15077, section 4.2: w_cls = 0.1).
 
+    In drafting only the first token of a round is drafted from the target's own states; the later
+    ones are drafted from the head's estimates. With ``unrolled`` over 1 the head learns that, too:
+    it goes on from every place of the text as it does in a round of that many draft tokens, each
+    time over its estimates, and the loss is the mean over the places of a round (Zhang et al.,
+    "Learning Harmonized Representations for Speculative Sampling", arXiv 2408.15766, section 3.2;
+    the training-time test of EAGLE-3, arXiv 2503.01840).
+
     Parameters
     ----------
     head : EagleHead
-        The head.
+        The head. With ``unrolled`` over 1 it must have one layer.
     tokens : Tensor
         ``[B, n]`` int64, a text.
     features, target_logits : Tensor
         ``[B, n, D]`` and ``[B, n, V]``, the target's last hidden states and logits at its tokens.
     mask : Tensor, optional
-        ``[B, n]``, zeros at padding, which stands behind the text. None: there is none.
+        ``[B, n]``, zeros where the head's state and law do not count: at padding, which stands
+        behind the text. None: all count.
     law_weight : float
         The weight of laws.
+    unrolled : int
+        Draft tokens of a round.
 
     Returns
     -------
@@ -251,13 +264,71 @@ def eagle_loss(
         ``[]`` float32, to be minimised.
     by_part : Tensor
         ``[2]`` float32, detached: the distance of states, and the cross entropy in nats.
+
+    Raises
+    ------
+    ValueError
+        ``unrolled`` under 1, or over 1 for a head of several layers.
     """
-    output = head(tokens[:, 1:], features[:, :-1])
-    states: Any = output.hidden_states
+    integer("eagle_loss: unrolled", unrolled, low=1)
+    if unrolled > 1 and head.config.num_hidden_layers > 1:
+        raise ValueError(
+            "eagle_loss: unrolled over 1 needs a head of 1 layer (whose keys do not depend on what "
+            f"stands before them), got {head.config.num_hidden_layers}"
+        )
     kept = torch.ones_like(tokens) if mask is None else mask
-    here = kept[:, 1:].bool()
-    law = target_logits[:, 1:, head.draft_token_ids].float().softmax(-1)[here]
-    logits: Any = output.logits
-    entropy = -(law * logits[here].float().log_softmax(-1)).sum(-1).mean()
-    distance = F.smooth_l1_loss(states[-1][here].float(), features[:, 1:][here].float())
+    laws = target_logits[:, :, head.draft_token_ids].float().softmax(-1)
+    parts = []
+    for place, (states, logits) in enumerate(_rounds(head, tokens, features, unrolled)):
+        # Elements that have no text for the places before them are none of a round.
+        here = kept[:, 1 + place :].bool()
+        if place and not bool(here.any()):
+            break
+        law, wanted = (whole[:, 1 + place :][here] for whole in (laws, features))
+        found = logits[:, place:][here].float().log_softmax(-1)
+        distance = F.smooth_l1_loss(states[:, place:][here].float(), wanted.float())
+        parts.append(torch.stack([distance, -(law * found).sum(-1).mean()]))
+    distance, entropy = torch.stack(parts).mean(0)
     return distance + law_weight * entropy, torch.stack([distance, entropy]).detach()
+
+
+def _rounds(
+    head: EagleHead, tokens: Tensor, features: Tensor, unrolled: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run a head from every place of a text at once, as in rounds of so many draft tokens.
+
+    Gives for each place of a round the states ``[B, n - 1, D]`` and logits ``[B, n - 1, Vd]`` of
+    the text's elements in that place. Before it, an element in place p sees the text's elements in
+    place 0 (those that read the target's states) up to p back, and those in between in the places
+    1, 2, ... of its own round.
+    """
+    elements = tokens.shape[1] - 1
+    index = torch.arange(elements, device=tokens.device)
+    read, given = tokens[:, 1:], [features[:, :-1]]
+    for place in range(unrolled):
+        if place == 0:
+            output = head(read, given[0])
+        else:
+            output = head(
+                read.repeat(1, place + 1),
+                torch.cat(given, 1),
+                attention_mask=additive_mask(_seen(index, place + 1)[None, None], head.dtype),
+                position_ids=index.repeat(place + 1)[None],
+                logits_to_keep=elements,
+            )
+        hidden: Any = output.hidden_states
+        states, logits = hidden[-1][:, -elements:], output.logits
+        yield states, logits
+        given.append(torch.cat([features[:, :1].to(states.dtype), states[:, :-1]], 1))
+
+
+def _seen(index: Tensor, places: int) -> Tensor:
+    """Return what elements in all places see, ``[places n, places n]`` bool; see `_rounds`."""
+    back = index[:, None] - index  # how far the query is behind the key
+    rows = []
+    for place in range(places):
+        text = back >= place
+        round_so_far = [back == place - other for other in range(1, place + 1)]
+        later = [torch.zeros_like(text)] * (places - 1 - place)
+        rows.append(torch.cat([text, *round_so_far, *later], 1))
+    return torch.cat(rows)

@@ -41,8 +41,8 @@ from pair.distilled.training import (  # noqa: E402
     optimizers,
 )
 from pair.heads.training import Options, train  # noqa: E402
+from pair.models import model_folder  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
-from specdec_ext.commands import fetch  # noqa: E402
 from specdec_ext.models.draft_llama import DraftLlama  # noqa: E402
 
 BUILD = HERE.parents[2] / "build" / "distilled"
@@ -58,15 +58,6 @@ SHAPE = {
     "attention_bias": True,  # see induction.py
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
 }
-
-
-def folder_of(given: argparse.Namespace) -> Path:
-    """Return the target's folder."""
-    is_name = given.target in fetch.MODELS and not Path(given.target).is_dir()
-    folder = fetch.find(given.target) if is_name else Path(given.target)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"target must be a model's folder or name, got {given.target!r}")
-    return folder
 
 
 def work_of(given: argparse.Namespace) -> Path:
@@ -85,7 +76,7 @@ def run_texts(given: argparse.Namespace) -> int:
     """Let the target write conversations."""
     if not 0 <= given.job < given.jobs:
         raise ValueError(f"--job must be in [0, {given.jobs}), got {given.job}")
-    device, folder = device_of(given), folder_of(given)
+    device, folder = device_of(given), model_folder(given.target)
     # Greedy choices then tie now and then; a draft does not care which way.
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -108,7 +99,7 @@ def run_train(given: argparse.Namespace) -> int:
     if len(shards) < 2:
         raise ValueError(f"training needs at least 2 shards (one is held out), got {len(shards)}")
     texts = conversations(shards[1:])
-    target = AutoModelForCausalLM.from_pretrained(folder_of(given), dtype=torch.float32)
+    target = AutoModelForCausalLM.from_pretrained(model_folder(given.target), dtype=torch.float32)
     vocabulary = target.config.get_text_config().vocab_size
     torch.manual_seed(given.seed)
     known = frequent_tokens(texts, min(given.vocabulary, vocabulary), vocabulary)

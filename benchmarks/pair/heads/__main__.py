@@ -1,16 +1,19 @@
-"""Train decoding heads for a target that stays as it is, and see what they are worth.
+r"""Train decoding heads for a target that stays as it is, and see what they are worth.
 
     python benchmarks/pair/heads train pair --kind medusa             # the shipped pair's target
     python benchmarks/pair/heads train translation --kind blockwise --heads 25   # of pair/seq2seq
     python benchmarks/pair/heads train FOLDER --shared --budget 20    # any causal model, 20 minutes
+    python benchmarks/pair/heads train smollm2 --kind eagle --vocabulary 8192 --unrolled 3 \
+        --conversations build/distilled/smollm2/texts --bfloat16   # on what the target itself wrote
     python benchmarks/pair/heads evaluate pair          # all that were trained: tokens a call, time
 
 `train` given again goes on where it was interrupted. Heads lie in build/heads/<target>/<kind>-<K>,
 for ``MedusaHeads.from_pretrained`` and its like. Causal targets learn from the standard library's
-sources (the shipped pair's text), encoder-decoders from the pairs of their task; either way what is
-learned is the target's own law, see `specdec_ext.models.heads_training`. ``--kind eagle`` (causal
-targets) is one layer over the target's states, `specdec_ext.models.eagle`; K is then the length of
-the chains that `evaluate` drafts.
+sources (the shipped pair's text), or from conversations that they wrote (`pair/distilled texts`),
+encoder-decoders from the pairs of their task; either way what is learned is the target's own law,
+see `specdec_ext.models.heads_training`. ``--kind eagle`` (causal targets) is one layer over the
+target's states, `specdec_ext.models.eagle`; K is then the length of the chains that `evaluate`
+drafts.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +60,9 @@ def source_of(given: argparse.Namespace) -> Source:
         torch.set_num_threads(given.threads)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return open_source(
-        given.target, work_of(given), given.tasks, given.batch_tokens, given.seed, device
-    )
+        given.target, work_of(given), given.tasks, given.batch_tokens, given.seed, device,
+        given.conversations, torch.bfloat16 if given.bfloat16 else torch.float32,
+    )  # fmt: skip
 
 
 def build_heads(given: argparse.Namespace, source: Source) -> Any:
@@ -70,7 +75,7 @@ def build_heads(given: argparse.Namespace, source: Source) -> Any:
     torch.manual_seed(given.seed)
     if given.kind == "eagle":
         ids = frequent_tokens(source, given.vocabulary) if given.vocabulary else None
-        head = EagleHead.from_target(source.target, ids).requires_grad_(True)
+        head = EagleHead.from_target(source.target, ids).float().requires_grad_(True)
         head.layers.embed_tokens.requires_grad_(False)
         head.projection.requires_grad_(False)
         return head
@@ -85,26 +90,37 @@ def build_heads(given: argparse.Namespace, source: Source) -> Any:
 
 def frequent_tokens(source: Source, number: int) -> torch.Tensor:
     """Return the tokens that the target finds likeliest most often, as many as asked for."""
+    if source.frequent is not None:
+        return source.frequent(number)
     likeliest = torch.cat([source.rows(step).logits.argmax(-1).flatten() for step in range(32)])
     counts = torch.bincount(likeliest, minlength=source.rows(0).logits.shape[-1])
     return counts.argsort(descending=True, stable=True)[:number].sort().values
 
 
-def loss_of(heads: Any, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare the heads with the target on what it computed."""
-    if isinstance(heads, EagleHead):
-        return eagle_loss(heads, rows.tokens, rows.features, rows.logits, rows.mask)
-    return heads_loss(heads, rows.features, rows.logits, rows.mask)
+def loss_of(heads: Any, rows: Rows, **eagle: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare the heads with the target on what it computed, in the dtype in which it did."""
+    bfloat16 = rows.features.dtype == torch.bfloat16
+    with torch.autocast(rows.tokens.device.type, torch.bfloat16, enabled=bfloat16):
+        if isinstance(heads, EagleHead):
+            return eagle_loss(heads, *rows, **eagle)
+        return heads_loss(heads, rows.features, rows.logits, rows.mask)
 
 
 def run_train(given: argparse.Namespace) -> int:
     """Train the heads and save them."""
     source = source_of(given)
     heads = build_heads(given, source)
-    options = Options(given.target, given.kind, given.seed, given.batch_tokens, given.lr)
+    eagle: dict[str, Any] = {}
+    if given.kind == "eagle":
+        eagle = {"law_weight": given.law_weight, "unrolled": given.unrolled}
+    details = {**eagle, "conversations": str(given.conversations), "bfloat16": given.bfloat16}
+    options = Options(
+        given.target, given.kind, given.seed, given.batch_tokens, given.lr, details=str(details)
+    )
     pace = Pace(given.steps, None if given.steps else 60.0 * given.budget)
     folder = folder_of(given)
-    report = train(heads, source.rows, loss_of, pace, options, folder / "training")
+    loss = partial(loss_of, **eagle)
+    report = train(heads, source.rows, loss, pace, options, folder / "training")
     heads.save_pretrained(folder)
     facts = {**common.machine_facts(), **asdict(report), "options": asdict(options)}
     (folder / TRAINING).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -167,6 +183,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--tasks", type=Path, default=BUILD / "seq2seq", help="what pair/seq2seq trained")
     add("--device", help="default: cuda where there is one")
     add("--threads", type=int, help="default: torch's own")
+    add(
+        "--conversations", type=Path, metavar="FOLDER",
+        help="texts that a causal target wrote, of pair/distilled; default: the standard library",
+    )  # fmt: skip
+    add("--bfloat16", action="store_true", help="a causal target, and training, in bfloat16")
 
     command = commands.add_parser("train", parents=[shared])
     command.set_defaults(run=run_train)
@@ -180,6 +201,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--shared", action="store_true", help="one projection for all Medusa heads: the target's")
     add("--vocabulary", type=int, help="tokens that an EAGLE-style head can propose (all)")
     add("--units", type=int, help="of a blockwise head's hidden layer (2048)")
+    add("--unrolled", type=int, default=1, help="places of a round an EAGLE-style head learns (1)")
+    add("--law-weight", type=float, default=0.1, help="beside the distance of its states (.1)")
 
     command = commands.add_parser("evaluate", parents=[shared])
     command.set_defaults(run=run_evaluate)

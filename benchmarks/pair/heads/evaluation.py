@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import specdec_ext
 from pair.heads.sources import SHIPPED, Source, Trial
-from specdec_ext.commands import check
-from specdec_ext.commands.pair import Pair, Prompt, find_pair
+from specdec_ext.commands import check, fetch
+from specdec_ext.commands.pair import Pair, Prompt, find_draft, find_pair
 from specdec_ext.decoding import EagleDrafter, HeadsDrafter, StaticTree, Statistics
+from specdec_ext.models.draft_llama import DraftLlama
 from specdec_ext.models.eagle import EagleHead
 from specdec_ext.models.heads import BlockwiseHeads, MedusaHeads
 
@@ -43,10 +44,10 @@ def trained_heads(folder: Path) -> list[Path]:
     )
 
 
-def ways_of(folder: Path, device: torch.device) -> dict[str, dict[str, Any]]:
+def ways_of(folder: Path, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Return how some heads are used: by name, what `generate` is given."""
     kind, _, length = folder.name.partition("-")
-    heads = KINDS[kind].from_pretrained(folder).to(device).eval()
+    heads = KINDS[kind].from_pretrained(folder, dtype=dtype).to(device).eval()
     drafter: Any = EagleDrafter(heads) if kind == "eagle" else HeadsDrafter(heads)
     gamma = int(length)
     tree = StaticTree.from_widths(WIDTHS[:gamma], "top_k")
@@ -59,13 +60,16 @@ def ways_of(folder: Path, device: torch.device) -> dict[str, dict[str, Any]]:
 
 def all_ways(source: Source, folders: Sequence[Path], target: str) -> dict[str, dict[str, Any]]:
     """Return every way to continue a text, plain decoding first."""
-    device = source.target.device
+    device, dtype = source.target.device, source.target.dtype
     ways: dict[str, dict[str, Any]] = {PLAIN: {"draft": None}}
     if target == SHIPPED:
         draft = AutoModelForCausalLM.from_pretrained(find_pair() / "draft", dtype=torch.float32)
         ways["the pair's draft, chain"] = {"draft": draft.to(device).eval(), "gamma": OWN_GAMMA}
+    if target in fetch.MODELS and fetch.MODELS[target].draft:
+        draft = DraftLlama.from_pretrained(find_draft(target), dtype=dtype)
+        ways["the draft that ships, chain"] = {"draft": draft.to(device).eval(), "gamma": OWN_GAMMA}
     for folder in folders:
-        ways.update(ways_of(folder, device))
+        ways.update(ways_of(folder, device, dtype))
     return ways
 
 

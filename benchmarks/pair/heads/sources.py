@@ -12,6 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pair.data import collect_corpus, encode, save_atomically
+from pair.distilled.texts import read_shards
+from pair.distilled.training import batches, conversations, frequent_tokens
+from pair.models import model_folder
 from pair.seq2seq.data import IGNORED, Batches, Pairs, batch_of
 from pair.seq2seq.models import load_family
 from specdec_ext.commands.pair import find_pair
@@ -33,7 +36,7 @@ class Rows(NamedTuple):
         ``[B, n, D]`` and ``[B, n, V]``, the last hidden states at these tokens and what the
         target's head makes of them.
     mask : Tensor or None
-        ``[B, n]``, zeros at padding.
+        ``[B, n]``, zeros at padding, and where what comes next was not the target's to say.
     """
 
     tokens: Tensor
@@ -63,24 +66,30 @@ class Source:
         Of a step's number, `Rows`: a function of it and the seed alone.
     trials : callable
         Of a number, so many `Trial` on texts that training does not see.
+    frequent : callable, optional
+        Of a number, so many tokens that the target finds likeliest in its texts, in order, where
+        that is known without running it.
     """
 
     target: Any
     inputs: dict[str, Tensor]
     rows: Callable[[int], Rows]
     trials: Callable[[int], list[Trial]]
+    frequent: Callable[[int], Tensor] | None = None
 
 
 def open_source(
-    name: str, work: Path, tasks: Path, batch_tokens: int, seed: int, device: torch.device
-) -> Source:
+    name: str, work: Path, tasks: Path, batch_tokens: int, seed: int, device: torch.device,
+    shards: Path | None = None, dtype: torch.dtype = torch.float32,
+) -> Source:  # fmt: skip
     """Open a target by name.
 
     Parameters
     ----------
     name : str
         ``"pair"``: the shipped pair's target. A folder of ``tasks`` (build/seq2seq): the largest
-        model of that task. Any other folder: a Hugging Face causal model with its tokenizer.
+        model of that task. Any other folder, or the name of a model that was fetched: a Hugging
+        Face causal model with its tokenizer.
     work : Path
         Where tokens are kept.
     tasks : Path
@@ -91,28 +100,69 @@ def open_source(
         Of the batches.
     device : torch.device
         Where the target runs.
+    shards : Path, optional
+        A folder of conversations that a causal target wrote (`benchmarks/pair/distilled texts`), of
+        which the first shard is held out. Without it causal targets read the standard library.
+    dtype : torch.dtype
+        Of a causal target.
 
     Raises
     ------
     FileNotFoundError
-        There is no such model.
+        There is no such model, or there are no such conversations.
+    ValueError
+        ``shards`` for an encoder-decoder, or a single shard.
     """
     if (tasks / name / "data.pt").exists():
+        if shards is not None:
+            raise ValueError(f"conversations are for causal targets, got the task {name}")
         return _of_pairs(tasks / name, batch_tokens, seed, device)
-    folder = find_pair() / "target" if name == SHIPPED else Path(name)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"target must be {SHIPPED}, a task of {tasks} or a model's folder, got {name!r}"
-        )
-    return _of_text(folder, work, batch_tokens, seed, device)
-
-
-def _of_text(
-    folder: Path, work: Path, batch_tokens: int, seed: int, device: torch.device
-) -> Source:
-    """Open a causal model on the standard library's sources, cropped."""
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    try:
+        folder = find_pair() / "target" if name == SHIPPED else model_folder(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}, which is no task of {tasks} either") from None
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     target = target.to(device).eval().requires_grad_(False)
+    if shards is not None:
+        return _of_conversations(target, shards, batch_tokens, seed)
+    return _of_text(target, folder, work, batch_tokens, seed)
+
+
+def _states(target: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a causal target's last hidden states and logits."""
+    output = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
+    return output.hidden_states[-1], output.logits
+
+
+def _of_conversations(target: Any, shards: Path, batch_tokens: int, seed: int) -> Source:
+    """Open a chat model on its own conversations; only what it answered counts."""
+    held_out, *rest = read_shards(shards)
+    if not rest:
+        raise ValueError(f"{shards} must have 2 shards at least (one is held out), got 1")
+    texts = conversations(rest)
+    length = sum(len(text.tokens) for text in texts) // len(texts)
+    batch_at = batches(texts, max(batch_tokens // length, 1), seed, target.device)
+
+    @torch.no_grad()
+    def rows(step: int) -> Rows:
+        batch = batch_at(step)
+        # A state counts where the target's own words stand behind it.
+        mask = torch.nn.functional.pad(batch.answered, (0, 1))
+        return Rows(batch.tokens, *_states(target, batch.tokens), mask)
+
+    def trials(number: int) -> list[Trial]:
+        some = conversations([held_out])[:number]
+        prompts = [text.tokens[: int(text.answered.int().argmax())] for text in some]
+        return [Trial(target, prompt[None].to(target.device)) for prompt in prompts]
+
+    def frequent(number: int) -> Tensor:
+        return frequent_tokens(texts, number, target.config.get_text_config().vocab_size)
+
+    return Source(target, {"input_ids": batch_at(0).tokens[:1, :8]}, rows, trials, frequent)
+
+
+def _of_text(target: Any, folder: Path, work: Path, batch_tokens: int, seed: int) -> Source:
+    """Open a causal model on the standard library's sources, cropped."""
     beside = folder.parent / "tokenizer"
     tokenizer = AutoTokenizer.from_pretrained(beside if beside.is_dir() else folder)
     cache = work / "tokens.pt"
@@ -129,13 +179,12 @@ def _of_text(
         texts = stream[starts + torch.arange(length)]
         if tokenizer.bos_token_id is not None:  # as a text begins
             texts[:, 0] = tokenizer.bos_token_id
-        return texts.to(device)
+        return texts.to(target.device)
 
     @torch.no_grad()
     def rows(step: int) -> Rows:
         tokens = crops(streams["train"], max(batch_tokens // CROP, 1), CROP, step)
-        output = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        return Rows(tokens, output.hidden_states[-1], output.logits, None)
+        return Rows(tokens, *_states(target, tokens), None)
 
     def trials(number: int) -> list[Trial]:
         prompts = crops(streams["held_out"], number, PROMPT, 0)

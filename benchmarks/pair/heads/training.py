@@ -31,6 +31,7 @@ class Options:
     warmup: float = 0.05
     cooldown: float = 0.5
     clip_norm: float = 1.0
+    details: str = ""  # what else the texts and the loss depend on
 
 
 @dataclass
