@@ -163,7 +163,7 @@ def measure(
     chosen = bench.sentences if sentences is None else sentences
     runs = decode(bench, {**ways, **(others or {})}, sentences=chosen)
     found = Measured(runs, [record(bench, name, runs, temperature, chosen) for name in runs])
-    if temperature == 0:
+    if temperature == 0 and len(ways) > 1:
         alike = {name: runs[name] for name in ways}
         faults, ties = greedy_faults(bench, alike, chosen)
         found.faults += faults
