@@ -27,7 +27,7 @@ from specdec_ext.decoding.encoder_decoder import EncodedModel, encoded
 from tables.decode import PLAIN, greedy_bar, greedy_faults, start_ids
 from tables.shared import Bench, Column, Result, Sentence
 
-BATCH, GAMMA, COPIED, WIDTHS = 16, 5, 10, (2, 2, 1)
+BATCH, GAMMA, COPIED, WIDTHS = 32, 5, 10, (2, 2, 1)
 DRAWN = "without_replacement"
 CHILDREN = {"traversal": DRAWN, "recursive": DRAWN, "coupled": "coupled"}  # of the others: top_k
 
