@@ -83,7 +83,7 @@ def test_the_command(tmp_path, capsys):
     code = main(["evaluate", *work, "--sentences", "3"])  # how much is learned, the machine decides
     shown = capsys.readouterr().out
     assert code == ("FAIL " in shown)
-    assert "| copying |" in shown and "BLEU of small less that of copying" in shown
+    assert "| copying |" in shown and "BLEU, 5 beams, of small less that of copying" in shown
 
     distill = ["distill", *work, "--budget", "0.02", "--threads", "1"]
     assert main([*distill, "--size", "small"]) == 1
