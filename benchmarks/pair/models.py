@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdec_ext.commands import fetch
+from specdec_ext.commands.pair import checkpoint
 
 
 def model_folder(name: str) -> Path:
@@ -15,8 +15,7 @@ def model_folder(name: str) -> Path:
     FileNotFoundError
         There is no such folder.
     """
-    is_name = name in fetch.MODELS and not Path(name).is_dir()
-    folder = fetch.find(name) if is_name else Path(name)
+    folder = checkpoint(name)
     if not folder.is_dir():
         raise FileNotFoundError(f"target must be a model's folder or name, got {name!r}")
     return folder

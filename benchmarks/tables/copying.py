@@ -22,12 +22,12 @@ AGGRESSIVE, WANTED = "aggressive", 2.0
 
 def aggressive(reading: Reading) -> AggressiveDrafter:
     """Draft the rest of the source."""
-    return AggressiveDrafter([reading.sentence.source])
+    return AggressiveDrafter(reading.sources)
 
 
 def lookup(reading: Reading) -> LookupDrafter:
     """Draft a copy out of source and output; behind one token that matches, too, as theirs does."""
-    return LookupDrafter([reading.sentence.source], min_match=1)
+    return LookupDrafter(reading.sources, min_match=1)
 
 
 def ours(gamma: int) -> str:

@@ -95,7 +95,7 @@ def forward_seconds(
     dict
         (name, new tokens) to the median of a call's seconds.
     """
-    reading = Reading(bench.sentences[0], bench.device)
+    reading = Reading(bench.sentences[:1], bench.device)
     contestants: dict[str, Contestant] = {}
     keys = {}
     for name, model in models.items():

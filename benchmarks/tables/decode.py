@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from bench_generate import by_turns
 from contestants import Run, timed
+from pair.seq2seq.data import PAD_ID, padded
 from torch import Tensor
 
 import specdec_ext
@@ -32,25 +33,35 @@ PLAIN = "plain"
 
 
 class Reading:
-    """A sentence as models read it: what a drafter for it is made from.
+    """A batch of sentences as models read it, most often of one: what a drafter is made from.
 
     Parameters
     ----------
-    sentence : Sentence
-        The pair.
+    sentences : sequence of Sentence
+        The pairs.
     device : torch.device
         Where the models are.
+
+    Attributes
+    ----------
+    sources : list of list of int
+        What the encoders read, a row each.
+    input_ids : Tensor
+        The same, ``[B, S]`` int64, filled up at the right.
     """
 
-    def __init__(self, sentence: Sentence, device: torch.device) -> None:
-        self.sentence = sentence
-        self.input_ids = torch.tensor([sentence.source], device=device)
+    def __init__(self, sentences: Sequence[Sentence], device: torch.device) -> None:
+        self.sources = [sentence.source for sentence in sentences]
+        self.input_ids = padded(self.sources, PAD_ID).to(device)
+        self._inputs = {"input_ids": self.input_ids}
+        if len(sentences) > 1:
+            self._inputs["attention_mask"] = self.input_ids.ne(PAD_ID)
         self._encoded: dict[int, EncodedModel] = {}
 
     def by(self, model: Any) -> EncodedModel:
-        """Encode the sentence with a model, once; what comes back is a target or a draft."""
+        """Encode the sentences with a model, once; what comes back is a target or a draft."""
         if id(model) not in self._encoded:
-            self._encoded[id(model)] = encoded(model, input_ids=self.input_ids)
+            self._encoded[id(model)] = encoded(model, **self._inputs)
         return self._encoded[id(model)]
 
 
@@ -91,7 +102,7 @@ def way(bench: Bench, draft: Drafting | None, **options: Any) -> Way:
 
     def run(sentence: Sentence, seed: int) -> Run:
         def call() -> Any:
-            reading = Reading(sentence, bench.device)
+            reading = Reading([sentence], bench.device)
             drafter = None if draft is None else draft(reading)
             target = reading.by(bench.target)
             return specdec_ext.generate(target, drafter, start, seeds=seed, **options)
@@ -179,7 +190,7 @@ def greedy_faults(
             if expected.tokens == found.tokens:
                 continue
             sentence = number % len(sentences)
-            reading = Reading(sentences[sentence], bench.device)
+            reading = Reading([sentences[sentence]], bench.device)
             pair = Pair(reading.by(bench.target), None, bench.family.tokenizer, [])
             prompt = Prompt(f"sentence {sentence}", "", start_ids(bench.target))
             finding = check.compare_tokens(

@@ -5,89 +5,65 @@ The other tables compare the sentences that they time. This one times nothing an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from contestants import Run
-from pair.seq2seq.data import PAD_ID, padded
 
 import specdec_ext
 from specdec_ext.contract import rule_names
-from specdec_ext.decoding import (
-    AggressiveDrafter,
-    EarlyExitDrafter,
-    HierarchicalDrafter,
-    LookupDrafter,
-    RenewalRule,
-    StaticTree,
-    Statistics,
+from specdec_ext.decoding import HierarchicalDrafter, RenewalRule, StaticTree, Statistics
+from tables.copying import aggressive, lookup
+from tables.decode import (
+    PLAIN,
+    Drafting,
+    Reading,
+    by_model,
+    greedy_bar,
+    greedy_faults,
+    start_ids,
 )
-from specdec_ext.decoding.encoder_decoder import EncodedModel, encoded
-from tables.decode import PLAIN, greedy_bar, greedy_faults, start_ids
-from tables.shared import Bench, Column, Result, Sentence
+from tables.kinds import COPIED, INNER, early_exit
+from tables.shared import Bench, Column, Result
 
-BATCH, GAMMA, COPIED, WIDTHS = 32, 5, 10, (2, 2, 1)
+BATCH, GAMMA, WIDTHS = 32, 5, (2, 2, 1)
 DRAWN = "without_replacement"
 CHILDREN = {"traversal": DRAWN, "recursive": DRAWN, "coupled": "coupled"}  # of the others: top_k
-
-
-class Batch:
-    """Some sentences as models read them: what a drafter for them is made from."""
-
-    def __init__(self, sentences: Sequence[Sentence], device: torch.device) -> None:
-        self.sources = [sentence.source for sentence in sentences]
-        self.inputs = padded(self.sources, PAD_ID).to(device)
-        self._encoded: dict[int, EncodedModel] = {}
-
-    def by(self, model: Any) -> EncodedModel:
-        """Encode the sentences with a model, once."""
-        if id(model) not in self._encoded:
-            mask = self.inputs.ne(PAD_ID)
-            self._encoded[id(model)] = encoded(model, input_ids=self.inputs, attention_mask=mask)
-        return self._encoded[id(model)]
 
 
 class Way(NamedTuple):
     """A way to decode greedily: a function that makes its drafter, and `generate`'s options."""
 
-    drafter: Callable[[Batch], Any] | None
+    drafter: Drafting | None
     options: dict[str, Any]
 
 
 def ways(bench: Bench) -> dict[str, Way]:
     """Return every way that is compared, plain decoding first."""
-    target, drafts = bench.target, bench.drafts
-    medium = list(drafts.values())[-1]
-    small = next(iter(drafts.values()))
+    drafts = bench.drafts
+    medium, small = list(drafts.values())[-1], next(iter(drafts.values()))
+    first_layers = max(bench.target.config.num_decoder_layers // 4, 1)
 
-    def by(model: Any) -> Callable[[Batch], Any]:
-        return lambda batch: batch.by(model)
-
-    def chain(drafter: Callable[[Batch], Any], gamma: Any = GAMMA, rule: str = "token") -> Way:
+    def chain(drafter: Drafting, gamma: Any = GAMMA, rule: str = "token") -> Way:
         return Way(drafter, {"gamma": gamma, "rule": rule})
 
     found = {PLAIN: Way(None, {})}
-    found |= {f"model {name}, token": chain(by(model)) for name, model in drafts.items()}
+    found |= {f"model {name}, token": chain(by_model(model)) for name, model in drafts.items()}
     for rule in rule_names(chains=True, lossless=True):
         if rule != "token":
-            found[f"largest draft, {rule}"] = chain(by(medium), rule=rule)
+            found[f"largest draft, {rule}"] = chain(by_model(medium), rule=rule)
     for rule in rule_names(trees=True, lossless=True):
         tree = StaticTree.from_widths(WIDTHS, CHILDREN.get(rule, "top_k"))
-        found[f"tree of the largest draft, {rule}"] = Way(by(medium), {"tree": tree, "rule": rule})
+        options = {"tree": tree, "rule": rule}
+        found[f"tree of the largest draft, {rule}"] = Way(by_model(medium), options)
     return found | {
-        "renewal rule, block": chain(by(small), RenewalRule(), "block"),
-        "lookup in source and output": chain(lambda batch: LookupDrafter(batch.sources), COPIED),
-        "aggressive": chain(lambda batch: AggressiveDrafter(batch.sources), bench.options.tokens),
+        "renewal rule, block": chain(by_model(small), RenewalRule(), "block"),
+        "lookup in source and output": chain(lookup, COPIED),
+        "aggressive": chain(aggressive, bench.options.tokens),
         "hierarchy": chain(
-            lambda batch: HierarchicalDrafter(batch.by(medium), batch.by(small), 2)
+            lambda reading: HierarchicalDrafter(reading.by(medium), reading.by(small), INNER)
         ),
-        "early exit": chain(
-            lambda batch: EarlyExitDrafter(
-                batch.by(target), max(target.config.num_decoder_layers // 4, 1)
-            )
-        ),
-    }  # fmt: skip
+        "early exit": chain(early_exit(bench, first_layers)),
+    }
 
 
 def decode(bench: Bench, way: Way) -> tuple[list[Run], Statistics]:
@@ -96,11 +72,11 @@ def decode(bench: Bench, way: Way) -> tuple[list[Run], Statistics]:
     counts: list[Statistics] = []
     sentences = bench.sentences
     for begin in range(0, len(sentences), BATCH):
-        batch = Batch(sentences[begin : begin + BATCH], bench.device)
+        reading = Reading(sentences[begin : begin + BATCH], bench.device)
         found = specdec_ext.generate(
-            batch.by(bench.target),
-            None if way.drafter is None else way.drafter(batch),
-            start_ids(bench.target, len(batch.sources)),
+            reading.by(bench.target),
+            None if way.drafter is None else way.drafter(reading),
+            start_ids(bench.target, len(reading.sources)),
             max_new_tokens=bench.options.tokens, temperature=0.0, **way.options,
         )  # fmt: skip
         lengths = found.statistics.new_tokens

@@ -54,7 +54,7 @@ def several(
 
     def drafter(reading: Reading) -> Any:
         models = [reading.by(bench.drafts[name]) for name in names]
-        return kind(LookupDrafter([reading.sentence.source]), *models, **options)
+        return kind(LookupDrafter(reading.sources), *models, **options)
 
     return drafter
 
@@ -71,10 +71,10 @@ def kinds(bench: Bench) -> dict[str, tuple[Drafting, int, str]]:
         "trigram": (counted[3], GAMMA, ""),
         "lookup in the output": (lambda reading: LookupDrafter(), COPIED, ""),
         "lookup in source and output": (
-            lambda reading: LookupDrafter([reading.sentence.source]), COPIED, "",
+            lambda reading: LookupDrafter(reading.sources), COPIED, "",
         ),
         "aggressive": (
-            lambda reading: AggressiveDrafter([reading.sentence.source]), bench.options.tokens, "",
+            lambda reading: AggressiveDrafter(reading.sources), bench.options.tokens, "",
         ),
     }  # fmt: skip
     names = list(bench.drafts)

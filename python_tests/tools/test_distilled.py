@@ -424,6 +424,8 @@ def test_heads_learn_from_the_same_conversations(tmp_path, capsys):
     assert "eagle-2, tree" in capsys.readouterr().out
     assert train_heads(["train", *own, *kind[:-1], "--unrolled", "1"]) == 1
     assert "details was" in capsys.readouterr().err
+    assert train_heads(["train", *own, "--kind", "medusa", "--unrolled", "2"]) == 1
+    assert "unrolled: for --kind eagle, got medusa" in capsys.readouterr().err
     with pytest.raises(ValueError, match="2 shards at least .* got 1"):
         for path in sorted(texts.glob("*.pt"))[1:]:
             path.unlink()

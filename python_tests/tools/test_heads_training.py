@@ -162,5 +162,7 @@ def test_the_command_on_an_encoder_decoder(tmp_path, capsys):
     assert heads.num_heads == 10 and heads.config.intermediate_size == 16
     assert heads.config.feature_scale == pytest.approx(32**-0.5, rel=1e-3)
     capsys.readouterr()
+    assert main(["evaluate", *given, "--bfloat16"]) == 1
+    assert "are for causal targets, got the task words" in capsys.readouterr().err
     assert main(["evaluate", *given, "--texts", "3", "--new-tokens", "5"]) == 0
     assert "| plain" in capsys.readouterr().out

@@ -234,7 +234,7 @@ def test_kinds_draft_what_they_are_called(family, folders):
     every = kinds.kinds(bench)
     sentence = bench.sentences[0]
     drafters = {
-        name: drafting(decode.Reading(sentence, bench.device))
+        name: drafting(decode.Reading([sentence], bench.device))
         for name, (drafting, _, _) in every.items()
     }
     named = {name: type(drafter).__name__ for name, drafter in drafters.items()}

@@ -160,7 +160,7 @@ def load_pair(
     if (target_path is None) != (draft_path is None) and (target_path is None or not alone):
         raise ValueError("--target and --draft go together")
     shipped = target_path is None
-    target = find_pair() / "target" if target_path is None else _checkpoint(target_path)
+    target = find_pair() / "target" if target_path is None else checkpoint(target_path)
     if shipped:
         draft: Path | None = find_pair() / "draft"
     else:
@@ -212,11 +212,11 @@ def _draft_checkpoint(path: str) -> Path:
     """Return the folder of a draft: a path, or that for a fetched model, or the model itself."""
     source = fetch.MODELS.get(path)
     if source is None or source.draft is None or Path(path).is_dir():
-        return _checkpoint(path)
+        return checkpoint(path)
     return find_draft(path)
 
 
-def _checkpoint(path: str) -> Path:
+def checkpoint(path: str) -> Path:
     """Return the folder that an option names: a path, or a model that was fetched."""
     return fetch.find(path) if path in fetch.MODELS and not Path(path).is_dir() else Path(path)
 

@@ -108,11 +108,12 @@ def loss_of(heads: Any, rows: Rows, **eagle: Any) -> tuple[torch.Tensor, torch.T
 
 def run_train(given: argparse.Namespace) -> int:
     """Train the heads and save them."""
+    eagle = {name: getattr(given, name) for name in ("unrolled", "law_weight")}
+    eagle = {name: value for name, value in eagle.items() if value is not None}
+    if eagle and given.kind != "eagle":
+        raise ValueError(f"{', '.join(eagle)}: for --kind eagle, got {given.kind}")
     source = source_of(given)
     heads = build_heads(given, source)
-    eagle: dict[str, Any] = {}
-    if given.kind == "eagle":
-        eagle = {"law_weight": given.law_weight, "unrolled": given.unrolled}
     details = {**eagle, "conversations": str(given.conversations), "bfloat16": given.bfloat16}
     options = Options(
         given.target, given.kind, given.seed, given.batch_tokens, given.lr, details=str(details)
@@ -201,8 +202,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--shared", action="store_true", help="one projection for all Medusa heads: the target's")
     add("--vocabulary", type=int, help="tokens that an EAGLE-style head can propose (all)")
     add("--units", type=int, help="of a blockwise head's hidden layer (2048)")
-    add("--unrolled", type=int, default=1, help="places of a round an EAGLE-style head learns (1)")
-    add("--law-weight", type=float, default=0.1, help="beside the distance of its states (.1)")
+    add("--unrolled", type=int, help="places of a round an EAGLE-style head learns (1)")
+    add("--law-weight", type=float, help="beside the distance of its states (.1)")
 
     command = commands.add_parser("evaluate", parents=[shared])
     command.set_defaults(run=run_evaluate)

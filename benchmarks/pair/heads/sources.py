@@ -111,11 +111,13 @@ def open_source(
     FileNotFoundError
         There is no such model, or there are no such conversations.
     ValueError
-        ``shards`` for an encoder-decoder, or a single shard.
+        ``shards`` or another dtype for an encoder-decoder, or a single shard.
     """
     if (tasks / name / "data.pt").exists():
-        if shards is not None:
-            raise ValueError(f"conversations are for causal targets, got the task {name}")
+        if shards is not None or dtype != torch.float32:
+            raise ValueError(
+                f"conversations and bfloat16 are for causal targets, got the task {name}"
+            )
         return _of_pairs(tasks / name, batch_tokens, seed, device)
     try:
         folder = find_pair() / "target" if name == SHIPPED else model_folder(name)
