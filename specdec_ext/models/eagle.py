@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoding.cache_names import own_cache_name
@@ -245,7 +245,7 @@ def eagle_loss(
     Parameters
     ----------
     head : EagleHead
-        The head. With ``unrolled`` over 1 it must have one layer.
+        The head.
     tokens : Tensor
         ``[B, n]`` int64, a text.
     features, target_logits : Tensor
@@ -268,14 +268,9 @@ def eagle_loss(
     Raises
     ------
     ValueError
-        ``unrolled`` under 1, or over 1 for a head of several layers.
+        ``unrolled`` under 1.
     """
     integer("eagle_loss: unrolled", unrolled, low=1)
-    if unrolled > 1 and head.config.num_hidden_layers > 1:
-        raise ValueError(
-            "eagle_loss: unrolled over 1 needs a head of 1 layer (whose keys do not depend on what "
-            f"stands before them), got {head.config.num_hidden_layers}"
-        )
     kept = torch.ones_like(tokens) if mask is None else mask
     laws = target_logits[:, :, head.draft_token_ids].float().softmax(-1)
     parts = []
@@ -304,31 +299,29 @@ def _rounds(
     """
     elements = tokens.shape[1] - 1
     index = torch.arange(elements, device=tokens.device)
-    read, given = tokens[:, 1:], [features[:, :-1]]
+    given = features[:, :-1]
+    keys = DynamicCache()
     for place in range(unrolled):
-        if place == 0:
-            output = head(read, given[0])
-        else:
-            output = head(
-                read.repeat(1, place + 1),
-                torch.cat(given, 1),
-                attention_mask=additive_mask(_seen(index, place + 1)[None, None], head.dtype),
-                position_ids=index.repeat(place + 1)[None],
-                logits_to_keep=elements,
-            )
+        seen = None if place == 0 else additive_mask(_seen(index, place)[None, None], head.dtype)
+        output = head(
+            tokens[:, 1:],
+            given,
+            attention_mask=seen,
+            position_ids=index[None],
+            past_key_values=keys,
+            use_cache=True,
+        )
         hidden: Any = output.hidden_states
-        states, logits = hidden[-1][:, -elements:], output.logits
+        states, logits = hidden[-1], output.logits
         yield states, logits
-        given.append(torch.cat([features[:, :1].to(states.dtype), states[:, :-1]], 1))
+        given = torch.cat([features[:, :1].to(states.dtype), states[:, :-1]], 1)
 
 
-def _seen(index: Tensor, places: int) -> Tensor:
-    """Return what elements in all places see, ``[places n, places n]`` bool; see `_rounds`."""
+def _seen(index: Tensor, place: int) -> Tensor:
+    """Return what elements see in a place of a round, ``[n, (place + 1) n]`` bool; see `_rounds`.
+
+    The keys are the text's elements in place 0, then in place 1, and so on.
+    """
     back = index[:, None] - index  # how far the query is behind the key
-    rows = []
-    for place in range(places):
-        text = back >= place
-        round_so_far = [back == place - other for other in range(1, place + 1)]
-        later = [torch.zeros_like(text)] * (places - 1 - place)
-        rows.append(torch.cat([text, *round_so_far, *later], 1))
-    return torch.cat(rows)
+    round_so_far = [back == place - other for other in range(1, place + 1)]
+    return torch.cat([back >= place, *round_so_far], 1)
