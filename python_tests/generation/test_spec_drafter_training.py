@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.spec_drafters import spec_drafter
 
 from specdec_ext.models.spec_drafter import MASKED, SpecDrafter, SpecDrafterConfig
 from specdec_ext.models.spec_drafter_training import (
@@ -113,12 +114,19 @@ class Scripted:
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(40, vocabulary, generator=generator)
         self.config = SimpleNamespace(block_size=block_size, decoder_start_token_id=0)
-        self.calls = []
+        self.calls, self.encoded = [], 0
 
-    def __call__(self, input_ids, attention_mask=None, **given):
+    def get_encoder(self):
+        return self.encode
+
+    def encode(self, input_ids, attention_mask):
+        self.encoded += 1
+        return SimpleNamespace(last_hidden_state=input_ids[..., None])
+
+    def __call__(self, attention_mask=None, **given):
         self.calls.append(given)
         places = given["prefix_lengths"][:, None] - 1 + torch.arange(self.config.block_size)
-        return SimpleNamespace(logits=self.table[places])
+        return SimpleNamespace(logits=self.table[places[given["slots"]]])
 
 
 def equation_5(model, label, p, k, shown=()):
@@ -162,6 +170,47 @@ def test_shown_tokens_are_not_predicted(monkeypatch):
         assert block[shown].tolist() == label[shown].tolist()
         terms += equation_5(model, label, 0, 3, shown)
     assert found.item() == pytest.approx(sum(terms) / len(terms), rel=1e-5)
+    assert model.encoded == 1
+
+
+def test_several_prefixes_of_a_text(monkeypatch):
+    """Each with its own text, source and mask, which are encoded once."""
+    import specdec_ext.models.spec_drafter_training as training
+
+    drawn, asked = torch.tensor([4, 0, 1, 2, 0, 1]), []
+    monkeypatch.setattr(
+        training, "sample_prefix_lengths", lambda lengths, _: (asked.append(lengths), drawn)[1]
+    )
+    model = Scripted(block_size=3)
+    sources, mask = torch.arange(6).view(3, 2), torch.tensor([[1, 1], [1, 0], [1, 1]])
+    found = spec_drafter_loss(model, sources, mask, LABELS, prefixes=2)
+    assert asked[0].tolist() == [5, 5, 3, 3, 2, 2]
+    terms = [
+        term
+        for row, p in enumerate(drawn.tolist())
+        for term in equation_5(model, LABELS[row // 2], p, 3)
+    ]
+    assert found.item() == pytest.approx(sum(terms) / len(terms), rel=1e-5)
+    (call,) = model.calls
+    states = call["encoder_outputs"].last_hidden_state[..., 0]
+    assert states.tolist() == sources.repeat_interleave(2, 0).tolist() and model.encoded == 1
+    with pytest.raises(ValueError, match="prefixes must be .* got 0"):
+        spec_drafter_loss(model, sources, mask, LABELS, prefixes=0)
+
+
+def test_slots_and_states_that_were_encoded_before():
+    """What training asks the model for is a part of what it says otherwise."""
+    model = spec_drafter(12, 3)
+    sources, mask = torch.randint(2, 8, (3, 4)), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1] * 4])
+    block = masked_block(LABELS, torch.tensor([2, 0, 1]), model.config.block_size, start_token=0)
+    given = {"prefix_ids": block.prefix_ids, "prefix_lengths": block.prefix_lengths}
+    whole = model(sources, mask, **given).logits
+    slots = block.targets != NONE
+    states = model.get_encoder()(input_ids=sources, attention_mask=mask)
+    asked = model(attention_mask=mask, **given, slots=slots, encoder_outputs=states).logits
+    torch.testing.assert_close(asked, whole[slots])
+    with pytest.raises(ValueError, match="expected input_ids or encoder_outputs, got neither"):
+        model(**given)
 
 
 def test_label_smoothing(monkeypatch):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import T5Config
 from transformers import initialization as init
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import Seq2SeqLMOutput
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.models.t5.modeling_t5 import (
     T5Attention,
     T5PreTrainedModel,
@@ -375,19 +375,21 @@ class SpecDrafter(T5PreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         prefix_ids: Tensor,
         prefix_lengths: Tensor | None = None,
         block_ids: Tensor | None = None,
+        slots: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
     ) -> Seq2SeqLMOutput:
         """Predict the block behind each prefix, without a cache: for training.
 
         Parameters
         ----------
-        input_ids : Tensor
-            ``[B, S]`` int64, the source.
+        input_ids : Tensor, optional
+            ``[B, S]`` int64, the source; with ``encoder_outputs`` it is not read.
         attention_mask : Tensor, optional
             ``[B, S]``, zeros at padding of the source.
         prefix_ids : Tensor
@@ -397,19 +399,29 @@ class SpecDrafter(T5PreTrainedModel):
         block_ids : Tensor, optional
             ``[B, k]`` int64: `MASKED`, or a token that the slot shows (glancing). None:
             ``block_size`` slots, all masked.
+        slots : Tensor, optional
+            ``[B, k]`` bool, those whose logits are asked for; the decoder runs all of them, which
+            see each other. None: all.
+        encoder_outputs : BaseModelOutput, optional
+            What `get_encoder` returns for the source, where that has been run. None: it is run.
 
         Returns
         -------
         Seq2SeqLMOutput
-            ``logits`` ``[B, k, V]``, of the tokens behind the prefix.
+            ``logits`` ``[B, k, V]``, of the tokens behind the prefix; with ``slots`` ``[N, V]``, of
+            the N that were asked for, row by row.
 
         Raises
         ------
         ValueError
-            More slots than ``block_size``.
+            More slots than ``block_size``; neither a source nor ``encoder_outputs``.
         """
         batch, new = prefix_ids.shape
-        states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        if encoder_outputs is None:
+            if input_ids is None:
+                raise ValueError("SpecDrafter: expected input_ids or encoder_outputs, got neither")
+            encoder_outputs = self.encoder(input_ids=input_ids, attention_mask=attention_mask)
+        states = encoder_outputs.last_hidden_state
         if prefix_lengths is None:
             lengths = torch.full((1,), new, device=prefix_ids.device)
         else:
@@ -427,7 +439,7 @@ class SpecDrafter(T5PreTrainedModel):
             _source_mask(attention_mask, states.dtype),
             None,
         )
-        return Seq2SeqLMOutput(logits=self._project(hidden))
+        return Seq2SeqLMOutput(logits=self._project(hidden if slots is None else hidden[slots]))
 
     @torch.inference_mode()
     def read(

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
+from ..decoding.checks import integer
 from .spec_drafter import MASKED, SpecDrafter
 
 __all__ = [
@@ -199,9 +201,10 @@ def spec_drafter_loss(
     *,
     ratio: float = 0.0,
     label_smoothing: float = 0.0,
+    prefixes: int = 1,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return the loss of a batch: equation 5 behind a random prefix of each text.
+    """Return the loss of a batch: equation 5 behind a random prefix of each text, or several.
 
     It is the negative log-probability of the tokens behind the slots that are masked, as a mean
     over the tokens of the batch (the paper prints the sum of one text). Slots that show their token
@@ -210,7 +213,8 @@ def spec_drafter_loss(
     Parameters
     ----------
     model : SpecDrafter
-        Called twice if ``ratio`` is not 0, the first time without gradients.
+        Its decoder runs twice if ``ratio`` is not 0, the first time without gradients; its encoder
+        runs once.
     input_ids : Tensor
         ``[B, S]`` int64, the sources.
     attention_mask : Tensor or None
@@ -221,6 +225,9 @@ def spec_drafter_loss(
         The glancing ratio, in [0, 1); 0: no glancing. See `glancing_ratio`.
     label_smoothing : float
         As of `torch.nn.functional.cross_entropy`; .1 in the paper.
+    prefixes : int
+        Prefixes drawn of each text, 1 in the paper. The encoder, the larger part of a Spec-Drafter,
+        runs once for all of them, so that several learn more in the same time.
     generator : torch.Generator, optional
         For prefixes and glancing, on the device of ``labels``. None: torch's own.
 
@@ -240,32 +247,40 @@ def spec_drafter_loss(
     >>> loss = spec_drafter_loss(model, source, None, labels, ratio=0.5, label_smoothing=0.1)
     >>> loss.backward()
     """
-    lengths = (labels != IGNORED).sum(1)
+    integer("spec_drafter_loss: prefixes", prefixes, low=1)
+    encoder = model.get_encoder()
+    states = encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    if prefixes > 1:
+        labels, states = (whole.repeat_interleave(prefixes, 0) for whole in (labels, states))
+        if attention_mask is not None:
+            attention_mask = attention_mask.repeat_interleave(prefixes, 0)
     block = masked_block(
         labels,
-        sample_prefix_lengths(lengths, generator),
+        sample_prefix_lengths((labels != IGNORED).sum(1), generator),
         model.config.block_size,
         model.config.decoder_start_token_id,
     )
+    exists = block.targets != IGNORED
 
-    def predict(block_ids: Tensor) -> Tensor:
+    def predict(block_ids: Tensor, slots: Tensor) -> Tensor:
         logits: Tensor = model(
-            input_ids,
-            attention_mask,
+            attention_mask=attention_mask,
             prefix_ids=block.prefix_ids,
             prefix_lengths=block.prefix_lengths,
             block_ids=block_ids,
+            slots=slots,
+            encoder_outputs=BaseModelOutput(last_hidden_state=states),
         ).logits
         return logits
 
     block_ids = torch.full_like(block.targets, MASKED)
     if ratio > 0.0:
         with torch.no_grad():
-            guessed = predict(block_ids).argmax(-1)
+            guessed = block.targets.masked_scatter(exists, predict(block_ids, exists).argmax(-1))
         block_ids = glance(block.targets, guessed, ratio, generator)
-    predicted = (block_ids == MASKED) & (block.targets != IGNORED)
+    predicted = (block_ids == MASKED) & exists
     return torch.nn.functional.cross_entropy(
-        predict(block_ids)[predicted].float(),
+        predict(block_ids, predicted).float(),
         block.targets[predicted],
         label_smoothing=label_smoothing,
     )
