@@ -142,6 +142,7 @@ def run_drafter(given: argparse.Namespace) -> int:
     start = family.largest if given.from_target else ""
     options = DrafterOptions(
         **asdict(replace(options_of(given, budget), start=start)),
+        prefixes=given.prefixes,
         written=given.written,
         beams=given.beams,
     )
@@ -289,6 +290,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help=f"({ENCODER_LAYERS}, or as many as the target has)")  # fmt: skip
     add("--decoder-layers", type=int, default=2, help="(2)")
     add("--from-target", action="store_true", help="begin with the target's encoder")
+    add("--prefixes", type=int, default=3,
+        help="of a text in a step, each with a block behind it (3; 1 in the paper)")  # fmt: skip
     add("--copying", type=float, default=Options.copying,
         help="the first part of the way, in which random tokens are copied")  # fmt: skip
     add("--budget", default="30", help="minutes (30)")

@@ -46,12 +46,14 @@ SHARED = (
 class DrafterOptions(Options):
     """Options of a training, with those of a Spec-Drafter.
 
-    ``first_ratio`` and ``last_ratio`` are those of glancing at the two ends of the training;
+    ``first_ratio`` and ``last_ratio`` are those of glancing at the two ends of the training; a text
+    is learned behind so many random ``prefixes`` in a step;
     ``written`` sources have the target's own texts, from a search with ``beams``.
     """
 
     first_ratio: float = 0.5
     last_ratio: float = 0.3
+    prefixes: int = 1
     written: int = 0
     beams: int = 5
 
@@ -91,6 +93,7 @@ def drafting_loss(
             batch.labels,
             ratio=glancing_ratio(progress, options.first_ratio, options.last_ratio),
             label_smoothing=options.label_smoothing,
+            prefixes=options.prefixes,
         )
 
 

@@ -19,6 +19,11 @@ from specdec_ext.decoding.cache_names import own_cache_name
 
 ROWS = 32
 
+# A text to learn from has at most so many tokens more than A times its batch's longest source. What
+# goes on is a loop of a briefly trained target: it would take half of the time to write, and teach
+# a draft to loop. (fairseq, with which Xia et al. worked, has the same two numbers.)
+MAX_LENGTH_A, MAX_LENGTH_B = 1.5, 10
+
 
 def growing_cache() -> EncoderDecoderCache:
     """Return an empty cache for ``generate``, which grows to as many layers as the decoder has.
@@ -30,23 +35,27 @@ def growing_cache() -> EncoderDecoderCache:
 
 
 def write_targets(
-    model: T5ForConditionalGeneration, pairs: Pairs, beams: int = 1
+    model: T5ForConditionalGeneration, pairs: Pairs, beams: int = 1, *, cut: bool = False
 ) -> list[list[int]]:
     """Return what a model writes for all sources, by transformers, in the pairs' order.
 
     Greedily, or the best text that a search with several beams finds.
 
-    A text ends with ``</s>`` or has as many tokens as the longest bucket.
+    A text ends with ``</s>`` or has as many tokens as the longest bucket; with ``cut``, as
+    `MAX_LENGTH_A` and `MAX_LENGTH_B` allow.
     """
     written: list[list[int]] = [[] for _ in pairs.sources]
     how = "greedy" if beams == 1 else f"beam {beams}"
     with tqdm(total=len(pairs), desc=how, mininterval=5.0, file=sys.stderr) as bar:
         for rows in in_order(pairs, ROWS):
             batch = batch_of(pairs, rows, torch.device(model.device))
+            most = BUCKETS[-1]
+            if cut:
+                most = min(most, int(MAX_LENGTH_A * batch.inputs.shape[1]) + MAX_LENGTH_B)
             found = model.generate(
                 batch.inputs,
                 attention_mask=batch.mask,
-                max_new_tokens=BUCKETS[-1],
+                max_new_tokens=most,
                 do_sample=False,
                 num_beams=beams,
                 **{own_cache_name(): growing_cache()},
@@ -59,9 +68,9 @@ def write_targets(
 
 
 def rewrite(model: T5ForConditionalGeneration, pairs: Pairs, number: int, beams: int = 1) -> Pairs:
-    """Return some pairs with the model's targets in place of the text's."""
+    """Return some pairs with the model's targets, cut off, in place of the text's."""
     chosen = pairs.some(number)
-    return Pairs(chosen.sources, write_targets(model, chosen, beams))
+    return Pairs(chosen.sources, write_targets(model, chosen, beams, cut=True))
 
 
 def distilled_name(start: str, loss: str, written: bool) -> str:

@@ -273,6 +273,7 @@ def train(
     optimizer = build_optimizer(model.to(device), options)
     if options.compiled:
         model.compile(dynamic=True)
+        model.get_encoder().compile(dynamic=True)  # an objective may run it by itself
     peaks = [group["lr"] for group in optimizer.param_groups]
     step, copied, loss_average = 0, 0, math.nan
     if (state := checkpoints.load(device)) is not None:
