@@ -5,9 +5,11 @@ The other tables compare the sentences that they time. This one times nothing an
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 from contestants import Run
+from tqdm import tqdm
 
 import specdec_ext
 from specdec_ext.contract import rule_names
@@ -88,7 +90,8 @@ def decode(bench: Bench, way: Way) -> tuple[list[Run], Statistics]:
 
 def make(bench: Bench) -> Result:
     """Make the table."""
-    decoded = {name: decode(bench, way) for name, way in ways(bench).items()}
+    bar = tqdm(ways(bench).items(), desc="ways", file=sys.stderr)
+    decoded = {name: decode(bench, way) for name, way in bar}
     runs = {name: own for name, (own, _) in decoded.items()}
     records, every_fault, every_tie = [], [], []
     for name, (own, statistics) in decoded.items():

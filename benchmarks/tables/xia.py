@@ -5,11 +5,13 @@ They need a drafter of ``python benchmarks/pair/seq2seq drafter TASK``, in the f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from pair.seq2seq.block_drafter import BETA, KIND, TAU, load_drafter
+from pair.seq2seq.models import model_folder
 
 from specdec_ext.decoding import BlockDrafter
 from specdec_ext.models.spec_drafter import SpecDrafter
@@ -121,6 +123,13 @@ def drafters_of(bench: Bench) -> dict[str, SpecDrafter]:
             f"no drafter is in {folder}: run `python benchmarks/pair/seq2seq drafter` first"
         )
     return {name: load_drafter(bench.options.task, name) for name in names}
+
+
+def training_of(bench: Bench, name: str) -> dict[str, Any]:
+    """Return the facts of a drafter's training."""
+    path = model_folder(bench.options.task, name, KIND) / "training.json"
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return facts
 
 
 def first_drafter(bench: Bench) -> tuple[str, SpecDrafter]:
@@ -305,6 +314,10 @@ def table2(bench: Bench) -> Result:
         model = every.get(record["way"])
         if model is None:
             continue
+        training = training_of(bench, record["way"])
+        begun = training["options"]["start"]
+        record["encoder"] = f"{begun}'s" if begun else "new"
+        record["steps"] = training["steps"]
         record["parameters"] = model.num_parameters()
         record["layers"] = f"{model.config.num_layers}+{model.config.num_decoder_layers}"
         if record["way"] in TABLE_2:
@@ -314,6 +327,7 @@ def table2(bench: Bench) -> Result:
         f"Drafters (Xia et al., Table 2): {bench.task}, target {bench.target_name}",
         [
             COLUMNS[0], Column("parameters", "parameters", ",d"), Column("layers", "layers"),
+            Column("encoder", "encoder at first"), Column("steps", "steps", ",d"),
             *COLUMNS[1:], *PAPER_COLUMNS[:2], Column("paper_milliseconds", "t_d, ms"),
             PAPER_COLUMNS[2],
         ],
@@ -323,7 +337,8 @@ def table2(bench: Bench) -> Result:
             f"All under Spec-Verification, beta {BETA} and tau {TAU:g}. In the paper `small` lacks "
             "Principle I (narrower), `balanced` Principle II (as many decoder layers as encoder "
             "layers). Drafters here stand beside them by their names: `drafter --name small "
-            "--encoder-layers 2 --decoder-layers 1`, `--name balanced` with equal numbers.",
+            "--encoder-layers 2 --decoder-layers 1`, `--name balanced` with equal numbers. *encoder "
+            "at first* says with whose encoder the training began, *steps* how long it was.",
         ],
         found.bars, found.faults, lambda pyplot: draw(pyplot, found.records),
     )  # fmt: skip

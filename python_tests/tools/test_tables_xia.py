@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
             family.models[family.largest], block=block, encoder_layers=1, decoder_layers=1,
             dropout=0.0, seed=0, from_target=False,
         )  # fmt: skip
-        save_model(drafter, work, name, {}, KIND)
+        save_model(drafter, work, name, {"options": {"start": ""}, "steps": 7}, KIND)
     return work, data
 
 
@@ -70,6 +70,9 @@ def test_every_table_runs(name, folders, tmp_path, capsys):
     assert len(ways) > 1 and (name == "xia_figure6" or decode.PLAIN in ways)
     if name == "xia2":
         assert {"spec-drafter", "small"} <= set(ways)
+        begun = {record["way"]: record["encoder"] for record in records}
+        assert begun["spec-drafter"] == "new" and begun[decode.PLAIN] == ""
+        assert {record["steps"] for record in records if record["encoder"]} == {"7"}
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
 
 
