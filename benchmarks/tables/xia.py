@@ -337,8 +337,8 @@ def table2(bench: Bench) -> Result:
             f"All under Spec-Verification, beta {BETA} and tau {TAU:g}. In the paper `small` lacks "
             "Principle I (narrower), `balanced` Principle II (as many decoder layers as encoder "
             "layers). Drafters here stand beside them by their names: `drafter --name small "
-            "--encoder-layers 2 --decoder-layers 1`, `--name balanced` with equal numbers. *encoder at "
-            "first* says with whose encoder the training began, *steps* how long it was.",
+            "--encoder-layers 2 --decoder-layers 1`, `--name balanced` with as many. *encoder "
+            "at first* says with whose encoder the training began, *steps* how long it was.",
         ],
         found.bars, found.faults, lambda pyplot: draw(pyplot, found.records),
     )  # fmt: skip
