@@ -425,7 +425,11 @@ def test_heads_learn_from_the_same_conversations(tmp_path, capsys):
     assert train_heads(["train", *own, *kind[:-1], "--unrolled", "1"]) == 1
     assert "details was" in capsys.readouterr().err
     assert train_heads(["train", *own, "--kind", "medusa", "--unrolled", "2"]) == 1
-    assert "unrolled: for --kind eagle, got medusa" in capsys.readouterr().err
+    assert "--unrolled is for --kind eagle, got --kind medusa" in capsys.readouterr().err
+    assert train_heads(["train", *own, "--kind", "eagle", "--layers", "2"]) == 1
+    assert "--layers is for --kind medusa, got --kind eagle" in capsys.readouterr().err
+    assert train_heads(["train", *own, "--kind", "medusa", "--units", "9"]) == 1
+    assert "--units is for --kind blockwise, got --kind medusa" in capsys.readouterr().err
     with pytest.raises(ValueError, match="2 shards at least .* got 1"):
         for path in sorted(texts.glob("*.pt"))[1:]:
             path.unlink()

@@ -44,6 +44,17 @@ BUILD = HERE.parents[2] / "build"
 TRAINING = "training.json"  # beside the weights: how they were trained
 
 
+# Options of one kind of heads, which no other kind would heed.
+OPTION_OF = {
+    "layers": "medusa",
+    "shared": "medusa",
+    "units": "blockwise",
+    "vocabulary": "eagle",
+    "unrolled": "eagle",
+    "law_weight": "eagle",
+}
+
+
 def work_of(given: argparse.Namespace) -> Path:
     """Return where all heads of the target lie."""
     return given.work / Path(given.target).name
@@ -69,7 +80,7 @@ def build_heads(given: argparse.Namespace, source: Source) -> Any:
     """Make fresh heads for the target; what they copy and share stays the target's."""
     changes: dict[str, Any] = {}
     if given.kind == "medusa":
-        changes = {"shared_projection": given.shared, "num_layers": given.layers}
+        changes = {"shared_projection": given.shared, "num_layers": given.layers or 1}
     elif given.units:
         changes = {"intermediate_size": given.units}
     torch.manual_seed(given.seed)
@@ -108,10 +119,12 @@ def loss_of(heads: Any, rows: Rows, **eagle: Any) -> tuple[torch.Tensor, torch.T
 
 def run_train(given: argparse.Namespace) -> int:
     """Train the heads and save them."""
+    for name, kind in OPTION_OF.items():
+        if getattr(given, name) not in (None, False) and given.kind != kind:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is for --kind {kind}, got --kind {given.kind}")
     eagle = {name: getattr(given, name) for name in ("unrolled", "law_weight")}
     eagle = {name: value for name, value in eagle.items() if value is not None}
-    if eagle and given.kind != "eagle":
-        raise ValueError(f"{', '.join(eagle)}: for --kind eagle, got {given.kind}")
     source = source_of(given)
     heads = build_heads(given, source)
     details = {**eagle, "conversations": str(given.conversations), "bfloat16": given.bfloat16}
@@ -198,7 +211,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--budget", type=float, default=5.0, help="minutes (5)")
     add("--steps", type=int, help="steps in place of minutes: repeatable to the bit")
     add("--lr", type=float, default=Options.peak_lr, help="at its height")
-    add("--layers", type=int, default=1, help="residual layers of a Medusa head (1)")
+    add("--layers", type=int, help="residual layers of a Medusa head (1)")
     add("--shared", action="store_true", help="one projection for all Medusa heads: the target's")
     add("--vocabulary", type=int, help="tokens that an EAGLE-style head can propose (all)")
     add("--units", type=int, help="of a blockwise head's hidden layer (2048)")
