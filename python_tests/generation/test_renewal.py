@@ -77,6 +77,48 @@ def test_trials_cost_little_of_a_short_text(alpha, c, setup):
     assert statistics.mean(factors) < 1  # there are trials
 
 
+# Milliseconds of a target call on 1, 2, ... tokens, as measured with SmolLM2 on two cores (in
+# float32, whose products of a few rows are slow there, and in bfloat16), and of calls whose time
+# does not go with their tokens, or nearly does.
+CALLS = {
+    "float32": (63, 108, 129, 105, 85, 92, 90, 89),
+    "bfloat16": (41, 40, 41, 42, 43, 44, 45, 47),
+    "flat": (41,),
+    "steep": tuple(41 * (1 + n / 2) for n in range(25)),
+}
+
+
+def factor_of_a_text(calls: tuple, c: float, alpha: float, seed: int, gamma=None) -> float:
+    """Decode a prompt and 96 tokens, with a rule that knows nothing or a fixed gamma."""
+    stream, rng = Stream(c), random.Random(seed)
+    policy, tokens, prompt = renewal(stream), 0, 2.5 * calls[0]
+    while tokens < 96:
+        drafted, (length,) = 0, policy.lengths()
+        while drafted < min(length if gamma is None else gamma, 95 - tokens):
+            stream.now, drafted = stream.now + c, drafted + 1
+            asks = gamma is None and policy.go_on is not None and drafted < length
+            if asks and not policy.go_on(torch.tensor([0]), None).item():
+                break
+        call = prompt if tokens == 0 else calls[min(drafted, len(calls) - 1)]
+        stream.now += call * (1 + rng.gauss(0, 0.03))
+        taken = next((n for n in range(drafted) if rng.random() >= alpha), drafted)
+        policy.commit([drafted], [taken])
+        tokens += taken + 1
+    return ((tokens - 1) * calls[0] + prompt) / stream.now
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.4, 0.6])
+@pytest.mark.parametrize("calls", CALLS)
+def test_a_short_text_is_hardly_slower_than_plain_decoding(calls, alpha):
+    """Whatever calls cost and the draft is worth; without the rule that may cost half of it."""
+    c = 0.1 * CALLS[calls][0]
+    mean = statistics.mean(factor_of_a_text(CALLS[calls], c, alpha, seed) for seed in range(40))
+    assert mean > 0.97
+    if calls == "float32" and alpha < 0.3:
+        fixed = (factor_of_a_text(CALLS[calls], c, alpha, seed, gamma=2) for seed in range(40))
+        assert statistics.mean(fixed) < 0.7
+
+
 def test_renewal_switches_on_again():
     stream = Stream(0.2, lambda n: 0.05 if n < 500 else 0.85)
     policy = renewal(stream, c=1.0)

@@ -122,7 +122,8 @@ class RenewalRule:
     FIRST = 0.5, 4.0  # acceptance rate that is believed in at first, and trials that count so
     SETUP = 1.4  # begun rounds that drafts with estimates have to be worth until that is measured
     LEAST = 0.01  # tokens that a further draft token must be expected to add, whatever it costs
-    CREDIT = 1.5  # plain rounds' time that trials may lose at first
+    CREDIT = 1.0  # plain rounds' time that trials may lose at first
+    DEBT = 3.0  # that is remembered at most: what two trials lose, each of a draft token of c = 1.5
 
     def __init__(
         self,
@@ -180,8 +181,7 @@ class RenewalRule:
             length if self._estimated or alpha >= self._share else 0 for alpha in self._alphas
         ]
         if not (self._best or self._estimated) and self._knows_plain and self._is_trial():
-            longest = 1 if self._knows_acceptance else self._cap
-            self._lengths = [max(length, longest) for length in self._lengths]
+            self._lengths = [max(length, self._trial_length()) for length in self._lengths]
         self._survival = [float(length > 0) for length in self._lengths]
         return list(self._lengths)
 
@@ -342,12 +342,21 @@ class RenewalRule:
         self._tries = self._untimed or self._credit > (0 if self._tries else self.CREDIT / 3)
         return self._tries
 
+    def _trial_length(self) -> int:
+        """Return the length of a trial: until acceptance is known, the longest on credit."""
+        longest = 1
+        while not self._knows_acceptance and longest < self._cap:
+            if self.times.relative(longest + 1) - 1 > self._credit:
+                break
+            longest += 1
+        return longest
+
     def _account(self, steps: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Count what this round lost or gained against a plain one; lengthen the first drafts."""
         gain = 1 / (4 * self.probe)
         if steps:
             gain += 1 + sum(accepted) / len(accepted) - self.times.relative(steps)
-        self._credit = min(max(self._credit + gain, -2 * self.CREDIT), self.CREDIT)
+        self._credit = min(max(self._credit + gain, -self.DEBT), self.CREDIT)
         pairs = zip(drafted, accepted, strict=True)
         if any(n == taken == self._cap for n, taken in pairs) or self._knows_acceptance:
             self._cap = min(2 * self._cap, self.limit)
