@@ -14,7 +14,13 @@ from pair.seq2seq import __main__ as command  # noqa: E402
 from pair.seq2seq.__main__ import main  # noqa: E402
 from pair.seq2seq.block_drafter import load_drafter  # noqa: E402
 from pair.seq2seq.data import Pairs, batch_of, load_prepared  # noqa: E402
-from pair.seq2seq.distillation import growing_cache, rewrite  # noqa: E402
+from pair.seq2seq.distillation import (  # noqa: E402
+    MAX_LENGTH_A,
+    MAX_LENGTH_B,
+    growing_cache,
+    rewrite,
+    write_targets,
+)
 from pair.seq2seq.evaluation import Gate, gates, held_out, table  # noqa: E402
 from pair.seq2seq.models import Family, load_family  # noqa: E402
 from pair.seq2seq.sizes import SIZES, build_model  # noqa: E402
@@ -100,8 +106,9 @@ def test_the_command(tmp_path, capsys):
     ]  # fmt: skip
     assert main([*drafter, "--encoder-layers", "2"]) == 0
     assert "Tok. of greedy" in capsys.readouterr().out
-    assert main([*drafter, "--name", "own", "--from-target"]) == 0
-    scratch, own = (load_drafter(tmp_path / "work", name) for name in ("spec-drafter", "own"))
+    # It may have the name of a size, whose training is another.
+    assert main([*drafter, "--name", "small", "--from-target"]) == 0
+    scratch, own = (load_drafter(tmp_path / "work", name) for name in ("spec-drafter", "small"))
     small = taught.models["small"].config
     assert (scratch.config.block_size, scratch.config.num_layers) == (4, 2)
     assert own.config.num_layers == small.num_layers and own.config.d_model == small.d_model
@@ -216,16 +223,26 @@ def test_a_teacher_writes_what_it_writes_alone(family):
     """Batched and sorted by length, in the pairs' order; the end token is kept."""
     pairs, _ = some_batch(rows=40)
     teacher = family.models["small"]
-    rewritten = rewrite(teacher, pairs, 33)
-    chosen = pairs.some(33)
-    assert rewritten.sources == chosen.sources
-    for source, written in zip(chosen.sources[:5], rewritten.targets, strict=False):
+    texts = write_targets(teacher, pairs)
+    for source, written in zip(pairs.sources[:5], texts, strict=False):
         alone = teacher.generate(
             torch.tensor([source]), max_new_tokens=128, do_sample=False,
             **{own_cache_name(): growing_cache()},
         )  # fmt: skip
         assert alone[0, 1:].tolist() == written
-    assert all(1 not in written[:-1] for written in rewritten.targets)
+    assert all(1 not in written[:-1] for written in texts)
+
+
+def test_texts_to_learn_from_are_cut(family):
+    """They are what the teacher writes, as far as its batch's longest source allows."""
+    pairs, _ = some_batch(rows=40)
+    teacher = family.models["small"]
+    chosen = pairs.some(20)
+    whole, cut = write_targets(teacher, chosen), rewrite(teacher, pairs, 20)
+    assert cut.sources == chosen.sources
+    most = int(MAX_LENGTH_A * max(map(len, chosen.sources))) + MAX_LENGTH_B
+    assert cut.targets == [text[:most] for text in whole]
+    assert cut.targets != whole  # some go on
 
 
 def test_a_beam_finds_likelier_texts():

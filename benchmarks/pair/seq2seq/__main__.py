@@ -167,7 +167,7 @@ def run_drafter(given: argparse.Namespace) -> int:
         pairs,
         Pace(seconds=60.0 * budget.minutes),
         options,
-        given.work / "training" / given.name,
+        given.work / "training" / KIND / given.name,
         device,
         objective=partial(drafting_loss, options=options),
     )
