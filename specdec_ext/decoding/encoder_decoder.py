@@ -196,7 +196,8 @@ class _DistancedModel(EncodedModel):
     """One whose attention counts distances in cache slots: a view of it is told what they are."""
 
     def _look(self) -> None:
-        self._told = ToldDistances(self.model)
+        # Most generations of one request need no view, and making one looks at every module.
+        self._told: ToldDistances | None = None
 
     def forward(
         self,
@@ -209,6 +210,8 @@ class _DistancedModel(EncodedModel):
         """Run the decoder; arguments are about decoder ids, ``options`` the model's own."""
         if attention_mask is None:  # slots are distances
             return self._run(self.model, input_ids, past_key_values, **options)
+        if self._told is None:
+            self._told = ToldDistances(self.model)
         self._told.tell(attention_mask, _slots_of(past_key_values), input_ids.shape[1])
         return self._run(self._told.view, input_ids, past_key_values, attention_mask, **options)
 
