@@ -114,6 +114,15 @@ def test_the_command(tmp_path, capsys):
     assert own.config.num_layers == small.num_layers and own.config.d_model == small.d_model
     assert main([*drafter, "--name", "deep", "--from-target", "--encoder-layers", "3"]) == 1
     assert "must have num_layers=3" in capsys.readouterr().err
+    # It goes on from another drafter's weights, which a step or two do not change much.
+    more = [*drafter[: drafter.index("--block")], "--sentences", "2", "--start", "small"]
+    assert main([*more, "--name", "more", "--dropout", "0.3"]) == 0
+    more_of = load_drafter(tmp_path / "work", "more")
+    assert more_of.config.dropout_rate == 0.3 and more_of.config.block_size == 4
+    change = (more_of.shared.weight - own.shared.weight).norm()
+    assert 0 < change < 0.5 * (own.shared.weight - scratch.shared.weight).norm()
+    assert main([*drafter, "--name", "more", "--start", "small", "--from-target"]) == 1
+    assert "leave out --block, --from-target" in capsys.readouterr().err
     again = load_family(tmp_path / "work")
     assert list(again.distilled) == ["mini-tv-written"]  # drafters lie elsewhere
     weights = taught.distilled["mini-tv-written"].shared.weight

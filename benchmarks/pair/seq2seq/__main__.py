@@ -46,6 +46,7 @@ from pair.seq2seq.block_drafter import (  # noqa: E402
     DrafterOptions,
     build_drafter,
     drafting_loss,
+    load_drafter,
     tokens_per_call,
 )
 from pair.seq2seq.data import Pairs, prepare  # noqa: E402
@@ -62,6 +63,7 @@ from pair.seq2seq.runs import (  # noqa: E402
 from pair.seq2seq.schedule import BUDGETS, Pace, budget_of, seconds_of  # noqa: E402
 from pair.seq2seq.sizes import SIZES, TIME_SHARES  # noqa: E402
 from pair.seq2seq.training import KL, LABELS, LOSSES, Options, train  # noqa: E402
+from specdec_ext.models.spec_drafter import SpecDrafter  # noqa: E402
 
 BUILD = HERE.parents[2] / "build"
 
@@ -70,6 +72,7 @@ DISTILLATION_LR = 0.3
 
 # Of a Spec-Drafter that does not begin with the target's encoder.
 ENCODER_LAYERS = 12
+DECODER_LAYERS, BLOCK = 2, 25
 
 
 def run_prepare(given: argparse.Namespace) -> int:
@@ -133,6 +136,30 @@ def load_written(
     return Pairs(**torch.load(path))
 
 
+def begun_drafter(
+    given: argparse.Namespace, target: T5ForConditionalGeneration, options: DrafterOptions
+) -> SpecDrafter:
+    """Return what a training begins with: a new drafter, or one that goes on from another's."""
+    shape = ("block", "encoder_layers", "decoder_layers", "from_target")
+    if given.start:
+        if wrong := [name for name in shape if getattr(given, name)]:
+            told = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+            raise ValueError(f"--start goes on from a drafter as it is: leave out {told}")
+        return load_drafter(given.work, given.start, dropout_rate=options.dropout)
+    layers = given.encoder_layers
+    if layers is None:
+        layers = target.config.num_layers if given.from_target else ENCODER_LAYERS
+    return build_drafter(
+        target,
+        block=given.block or BLOCK,
+        encoder_layers=layers,
+        decoder_layers=given.decoder_layers or DECODER_LAYERS,
+        dropout=options.dropout,
+        seed=options.seed,
+        from_target=given.from_target,
+    )
+
+
 def run_drafter(given: argparse.Namespace) -> int:
     """Train a Spec-Drafter for the largest model, and say how many tokens a call it brings."""
     device = device_of(given)
@@ -141,23 +168,12 @@ def run_drafter(given: argparse.Namespace) -> int:
     budget = budget_of(given.budget)
     start = family.largest if given.from_target else ""
     options = DrafterOptions(
-        **asdict(replace(options_of(given, budget), start=start)),
+        **asdict(replace(options_of(given, budget), start=given.start or start)),
         prefixes=given.prefixes,
         written=given.written,
         beams=given.beams,
     )
-    layers = given.encoder_layers
-    if layers is None:
-        layers = target.config.num_layers if given.from_target else ENCODER_LAYERS
-    model = build_drafter(
-        target,
-        block=given.block,
-        encoder_layers=layers,
-        decoder_layers=given.decoder_layers,
-        dropout=options.dropout,
-        seed=options.seed,
-        from_target=given.from_target,
-    )
+    model = begun_drafter(given, target, options)
     pairs = family.splits["train"]
     if given.written:
         pairs = load_written(given, target, pairs)
@@ -285,10 +301,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add_writing(command, beams=5)
     add = command.add_argument
     add("--name", default="spec-drafter", help="of the drafter (spec-drafter)")
-    add("--block", type=int, default=25, help="k, the tokens of a block (25)")
+    add("--start", metavar="DRAFTER", help="a trained one that goes on learning under this --name")
+    add("--block", type=int, help=f"k, the tokens of a block ({BLOCK})")
     add("--encoder-layers", type=int,
         help=f"({ENCODER_LAYERS}, or as many as the target has)")  # fmt: skip
-    add("--decoder-layers", type=int, default=2, help="(2)")
+    add("--decoder-layers", type=int, help=f"({DECODER_LAYERS})")
     add("--from-target", action="store_true", help="begin with the target's encoder")
     add("--prefixes", type=int, default=3,
         help="of a text in a step, each with a block behind it (3; 1 in the paper)")  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,12 +98,15 @@ def drafting_loss(
         )
 
 
-def load_drafter(work_folder: Path, name: str) -> SpecDrafter:
-    """Return a trained drafter in float32, in evaluation mode, on the CPU."""
+def load_drafter(work_folder: Path, name: str, **changes: Any) -> SpecDrafter:
+    """Return a trained drafter in float32, in evaluation mode, on the CPU.
+
+    ``changes`` of its configuration may be given.
+    """
     folder = model_folder(work_folder, name, KIND)
     if not folder.exists():
         raise FileNotFoundError(f"{folder} is missing: run `drafter --name {name}` first")
-    return SpecDrafter.from_pretrained(folder, dtype=torch.float32).eval()
+    return SpecDrafter.from_pretrained(folder, dtype=torch.float32, **changes).eval()
 
 
 def tokens_per_call(
