@@ -315,8 +315,7 @@ def table2(bench: Bench) -> Result:
         if model is None:
             continue
         training = training_of(bench, record["way"])
-        begun = training["options"]["start"]
-        record["encoder"] = f"{begun}'s" if begun else "new"
+        record["start"] = training["options"]["start"] or "random weights"
         record["steps"] = training["steps"]
         record["parameters"] = model.num_parameters()
         record["layers"] = f"{model.config.num_layers}+{model.config.num_decoder_layers}"
@@ -327,7 +326,7 @@ def table2(bench: Bench) -> Result:
         f"Drafters (Xia et al., Table 2): {bench.task}, target {bench.target_name}",
         [
             COLUMNS[0], Column("parameters", "parameters", ",d"), Column("layers", "layers"),
-            Column("encoder", "encoder at first"), Column("steps", "steps", ",d"),
+            Column("start", "began with"), Column("steps", "steps", ",d"),
             *COLUMNS[1:], *PAPER_COLUMNS[:2], Column("paper_milliseconds", "t_d, ms"),
             PAPER_COLUMNS[2],
         ],
@@ -337,8 +336,8 @@ def table2(bench: Bench) -> Result:
             f"All under Spec-Verification, beta {BETA} and tau {TAU:g}. In the paper `small` lacks "
             "Principle I (narrower), `balanced` Principle II (as many decoder layers as encoder "
             "layers). Drafters here stand beside them by their names: `drafter --name small "
-            "--encoder-layers 2 --decoder-layers 1`, `--name balanced` with as many. *encoder "
-            "at first* says with whose encoder the training began, *steps* how long it was.",
+            "--encoder-layers 2 --decoder-layers 1`, `--name balanced` with as many. *began with* "
+            "says what of the target, or which drafter, and *steps* how long the training was.",
         ],
         found.bars, found.faults, lambda pyplot: draw(pyplot, found.records),
     )  # fmt: skip

@@ -389,6 +389,46 @@ def test_a_target_that_does_not_fit(changes, said):
             SpecDrafter.from_target(target_of(), num_layers=12)
 
 
+def test_from_a_targets_decoder():
+    """With all its layers, a slot that shows the last token says what the target does there."""
+    target = target_of(num_decoder_layers=3)
+    drafter = SpecDrafter.from_target(target, block_size=2, num_decoder_layers=3).eval()
+    drafter.init_decoder_from(target)
+    with torch.inference_mode():
+        drafter.slot_embedding.weight.zero_()
+        text = torch.tensor([[0, 7, 5, 9, 4], [0, 3, 3, 8, 6]])
+        wanted = target(
+            input_ids=SOURCE[:2], attention_mask=SOURCE_MASK[:2], decoder_input_ids=text
+        ).logits[:, -1]
+        given = {"prefix_ids": text[:, :-1], "block_ids": text[:, -1:]}
+        found = drafter(SOURCE[:2], SOURCE_MASK[:2], **given).logits[:, 0]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_some_layers_of_a_targets_decoder():
+    """The first, the last, and evenly spaced ones; biases to the right stay as they were."""
+    target = target_of(num_decoder_layers=7)
+    drafter = SpecDrafter.from_target(target, num_decoder_layers=3)
+    biases = drafter.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    before = biases.detach().clone()
+    drafter.init_decoder_from(target)
+    for own, other in ((0, 0), (1, 3), (2, 6)):
+        weights = target.decoder.block[other].state_dict()
+        for name, weight in drafter.decoder.block[own].state_dict().items():
+            assert "relative" in name or torch.equal(weight, weights[name]), (own, name)
+    half = len(before) // 2
+    assert torch.equal(biases[half:], before[half:])
+    assert (biases[:half] != before[:half]).any(1).all()
+    one = SpecDrafter.from_target(target, num_decoder_layers=1)
+    one.init_decoder_from(target)
+    own, other = one.decoder.block[0].layer[2], target.decoder.block[0].layer[2]
+    assert torch.equal(own.DenseReluDense.wo.weight, other.DenseReluDense.wo.weight)
+    with pytest.raises(ValueError, match="must have at least 3 layers, .* got 2"):
+        drafter.init_decoder_from(target_of(num_decoder_layers=2))
+    with pytest.raises(ValueError, match="the target's decoder must have num_heads=2"):
+        drafter.init_decoder_from(target_of(num_decoder_layers=7, num_heads=4))
+
+
 def test_a_target_of_another_kind():
     bart = BartForConditionalGeneration(
         BartConfig(

@@ -114,6 +114,13 @@ def test_the_command(tmp_path, capsys):
     assert own.config.num_layers == small.num_layers and own.config.d_model == small.d_model
     assert main([*drafter, "--name", "deep", "--from-target", "--encoder-layers", "3"]) == 1
     assert "must have num_layers=3" in capsys.readouterr().err
+    both = [*drafter, "--decoder-layers", "1", "--from-target", "encoder and decoder"]
+    assert main([*both, "--name", "both"]) == 0
+    begun = load_drafter(tmp_path / "work", "both").decoder.block[0].layer[2].DenseReluDense.wo
+    of_target = taught.models["small"].decoder.block[0].layer[2].DenseReluDense.wo
+    drawn = own.decoder.block[0].layer[2].DenseReluDense.wo
+    change = (begun.weight - of_target.weight).norm()
+    assert 0 < change < 0.5 * (drawn.weight - of_target.weight).norm()
     # It goes on from another drafter's weights, which a step or two do not change much.
     more = [*drafter[: drafter.index("--block")], "--sentences", "2", "--start", "small"]
     assert main([*more, "--name", "more", "--dropout", "0.3"]) == 0

@@ -70,9 +70,9 @@ def test_every_table_runs(name, folders, tmp_path, capsys):
     assert len(ways) > 1 and (name == "xia_figure6" or decode.PLAIN in ways)
     if name == "xia2":
         assert {"spec-drafter", "small"} <= set(ways)
-        begun = {record["way"]: record["encoder"] for record in records}
-        assert begun["spec-drafter"] == "new" and begun[decode.PLAIN] == ""
-        assert {record["steps"] for record in records if record["encoder"]} == {"7"}
+        begun = {record["way"]: record["start"] for record in records}
+        assert begun["spec-drafter"] == "random weights" and begun[decode.PLAIN] == ""
+        assert {record["steps"] for record in records if record["start"]} == {"7"}
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
 
 

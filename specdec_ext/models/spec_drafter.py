@@ -44,18 +44,15 @@ _FEWEST_SLOTS = 4
 _LARGE, _PART = 1 << 22, 1024
 
 # What a target's encoder and this one must share, so that its weights mean the same here.
+_OF_A_LAYER = ("d_model", "d_kv", "d_ff", "num_heads", "feed_forward_proj", "layer_norm_epsilon")
 _OF_THE_ENCODER = (
     "vocab_size",
-    "d_model",
-    "d_kv",
-    "d_ff",
-    "num_heads",
+    *_OF_A_LAYER,
     "num_layers",
     "relative_attention_num_buckets",
     "relative_attention_max_distance",
-    "feed_forward_proj",
-    "layer_norm_epsilon",
 )
+_BIASES = "relative_attention_bias.weight"
 
 
 class SpecDrafterConfig(T5Config):
@@ -184,15 +181,40 @@ class _BlockDecoder(T5PreTrainedModel):
         T5's decoder has one bucket for all that lies to the right, where nothing is seen; here the
         slots of a block see each other, so the buckets are those of T5's encoder, for both sides.
         """
-        buckets = T5Attention._relative_position_bucket(
-            distances,
-            bidirectional=True,
-            num_buckets=self.config.relative_attention_num_buckets,
-            max_distance=self.config.relative_attention_max_distance,
-        )
-        first: Any = self.block[0]
-        bias: Tensor = first.layer[0].SelfAttention.relative_attention_bias(buckets)
+        bias: Tensor = _biases(self)(_buckets(self, distances, bidirectional=True))
         return bias.permute(0, 3, 1, 2)
+
+    def copy_biases_from(self, decoder: T5Stack) -> None:
+        """Make the biases of all that lies to the left those of T5's own decoder."""
+        farthest = max(each.config.relative_attention_max_distance for each in (self, decoder))
+        left = -torch.arange(farthest + 1)
+        # Where a bucket here is of several there, it has the bias of the farthest.
+        pairs = dict(
+            zip(
+                _buckets(self, left, bidirectional=True).tolist(),
+                _buckets(decoder, left, bidirectional=False).tolist(),
+                strict=True,
+            )
+        )
+        _biases(self).weight[list(pairs)] = _biases(decoder).weight[list(pairs.values())]
+
+
+def _biases(stack: T5PreTrainedModel) -> nn.Embedding:
+    """Return the biases of self-attention by bucket of distance, which all layers share."""
+    first: Any = stack.block[0]
+    biases: nn.Embedding = first.layer[0].SelfAttention.relative_attention_bias
+    return biases
+
+
+def _buckets(stack: T5PreTrainedModel, distances: Tensor, *, bidirectional: bool) -> Tensor:
+    """Return the buckets of distances, a key's position less the query's."""
+    buckets: Tensor = T5Attention._relative_position_bucket(
+        distances,
+        bidirectional=bidirectional,
+        num_buckets=stack.config.relative_attention_num_buckets,
+        max_distance=stack.config.relative_attention_max_distance,
+    )
+    return buckets
 
 
 class SpecDrafter(T5PreTrainedModel):
@@ -343,20 +365,65 @@ class SpecDrafter(T5PreTrainedModel):
             An encoder of another shape; the message says what was expected.
         """
         _check_target("init_encoder_from", target)
-        differing = [
-            (name, getattr(self.config, name), getattr(target.config, name, None))
-            for name in _OF_THE_ENCODER
-            if getattr(self.config, name) != getattr(target.config, name, None)
-        ]
-        if differing:
-            wanted = ", ".join(f"{name}={own}" for name, own, _ in differing)
-            found = ", ".join(f"{name}={other}" for name, _, other in differing)
-            raise ValueError(
-                f"init_encoder_from: the target's encoder must have {wanted}, as this drafter's "
-                f"has, got {found}"
-            )
+        _check_sizes("init_encoder_from", "encoder", self.config, target.config, _OF_THE_ENCODER)
         self.encoder.load_state_dict(target.get_encoder().state_dict())
         self.shared.weight.copy_(target.get_input_embeddings().weight)
+
+    @torch.no_grad()
+    def init_decoder_from(self, target: Any) -> None:
+        """Copy layers of a target's decoder: its first, its last, evenly spaced ones between.
+
+        A shallow decoder that begins so need not find out anew how to read the source (Shleifer and
+        Rush, "Pre-trained Summarization Distillation", arXiv 2010.13002). The paper begins with
+        random layers.
+
+        Of the biases by distance those of what lies to the left are copied; what a slot makes of
+        the slots to its right stays to be learned.
+
+        Parameters
+        ----------
+        target : transformers.PreTrainedModel
+            A T5 encoder-decoder with layers of this one's sizes, at least as many.
+
+        Raises
+        ------
+        TypeError
+            A model without a T5 encoder.
+        ValueError
+            Layers of other sizes, or too few; the message says what was expected.
+
+        Examples
+        --------
+        >>> from transformers import T5ForConditionalGeneration
+        >>> config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=6)
+        >>> target = T5ForConditionalGeneration(config)
+        >>> drafter = SpecDrafter.from_target(target)
+        >>> drafter.init_decoder_from(target)
+        >>> last = [blocks[-1].layer[1].EncDecAttention for blocks in
+        ...         (drafter.decoder.block, target.decoder.block)]
+        >>> torch.equal(last[0].q.weight, last[1].q.weight)
+        True
+        """
+        _check_target("init_decoder_from", target)
+        _check_sizes("init_decoder_from", "decoder", self.config, target.config, _OF_A_LAYER)
+        own, others = self.decoder.block, target.decoder.block
+        if len(others) < len(own):
+            raise ValueError(
+                f"init_decoder_from: the target's decoder must have at least {len(own)} layers, as "
+                f"this drafter's has, got {len(others)}"
+            )
+        step = (len(others) - 1) / max(len(own) - 1, 1)
+        for place, block in enumerate(own):
+            block.load_state_dict(
+                {
+                    name: weight
+                    for name, weight in others[round(place * step)].state_dict().items()
+                    if not name.endswith(_BIASES)
+                },
+                strict=False,
+            )
+        self.decoder.final_layer_norm.load_state_dict(target.decoder.final_layer_norm.state_dict())
+        self.decoder.copy_biases_from(target.decoder)
 
     # ---- running --------------------------------------------------------------------------------
 
@@ -609,6 +676,23 @@ def _source_mask(attention_mask: Tensor | None, dtype: torch.dtype) -> Tensor | 
     if attention_mask is None:
         return None
     return additive_mask(attention_mask[:, None, None].bool(), dtype)
+
+
+def _check_sizes(
+    name: str, part: str, config: T5Config, other: T5Config, sizes: Sequence[str]
+) -> None:
+    """Refuse a target whose encoder or decoder has other sizes than a drafter's."""
+    differing = [
+        (size, getattr(config, size), getattr(other, size, None))
+        for size in sizes
+        if getattr(config, size) != getattr(other, size, None)
+    ]
+    if differing:
+        wanted = ", ".join(f"{size}={own}" for size, own, _ in differing)
+        found = ", ".join(f"{size}={value}" for size, _, value in differing)
+        raise ValueError(
+            f"{name}: the target's {part} must have {wanted}, as this drafter's has, got {found}"
+        )
 
 
 def _check_target(name: str, target: Any) -> None:

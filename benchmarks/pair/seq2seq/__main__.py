@@ -74,6 +74,9 @@ DISTILLATION_LR = 0.3
 ENCODER_LAYERS = 12
 DECODER_LAYERS, BLOCK = 2, 25
 
+# What of the target a Spec-Drafter can begin with.
+ENCODER, BOTH = "encoder", "encoder and decoder"
+
 
 def run_prepare(given: argparse.Namespace) -> int:
     """Write the tokens of a task."""
@@ -149,15 +152,18 @@ def begun_drafter(
     layers = given.encoder_layers
     if layers is None:
         layers = target.config.num_layers if given.from_target else ENCODER_LAYERS
-    return build_drafter(
+    model = build_drafter(
         target,
         block=given.block or BLOCK,
         encoder_layers=layers,
         decoder_layers=given.decoder_layers or DECODER_LAYERS,
         dropout=options.dropout,
         seed=options.seed,
-        from_target=given.from_target,
+        from_target=bool(given.from_target),
     )
+    if given.from_target == BOTH:
+        model.init_decoder_from(target)
+    return model
 
 
 def run_drafter(given: argparse.Namespace) -> int:
@@ -166,9 +172,11 @@ def run_drafter(given: argparse.Namespace) -> int:
     family = load_family(given.work)
     target = family.models[family.largest].to(device)
     budget = budget_of(given.budget)
-    start = family.largest if given.from_target else ""
+    start = f"{family.largest}'s {given.from_target}" if given.from_target else ""
     options = DrafterOptions(
-        **asdict(replace(options_of(given, budget), start=given.start or start)),
+        **asdict(
+            replace(options_of(given, budget), start=given.start or start, lr_scale=given.lr_scale)
+        ),
         prefixes=given.prefixes,
         written=given.written,
         beams=given.beams,
@@ -306,7 +314,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--encoder-layers", type=int,
         help=f"({ENCODER_LAYERS}, or as many as the target has)")  # fmt: skip
     add("--decoder-layers", type=int, help=f"({DECODER_LAYERS})")
-    add("--from-target", action="store_true", help="begin with the target's encoder")
+    add("--from-target", nargs="?", const=ENCODER, choices=(ENCODER, BOTH),
+        help=f"begin with the target's {ENCODER}, or layers of its decoder as well")  # fmt: skip
+    add("--lr-scale", type=float, default=Options.lr_scale,
+        help="of the learning rate; less where little is new (1)")  # fmt: skip
     add("--prefixes", type=int, default=3,
         help="of a text in a step, each with a block behind it (3; 1 in the paper)")  # fmt: skip
     add("--copying", type=float, default=Options.copying,
