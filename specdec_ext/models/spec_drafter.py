@@ -201,8 +201,8 @@ class _BlockDecoder(T5PreTrainedModel):
 
 def _biases(stack: T5PreTrainedModel) -> nn.Embedding:
     """Return the biases of self-attention by bucket of distance, which all layers share."""
-    first: Any = stack.block[0]
-    biases: nn.Embedding = first.layer[0].SelfAttention.relative_attention_bias
+    layers: Any = stack.block
+    biases: nn.Embedding = layers[0].layer[0].SelfAttention.relative_attention_bias
     return biases
 
 
@@ -488,7 +488,7 @@ class SpecDrafter(T5PreTrainedModel):
             if input_ids is None:
                 raise ValueError("SpecDrafter: expected input_ids or encoder_outputs, got neither")
             encoder_outputs = self.encoder(input_ids=input_ids, attention_mask=attention_mask)
-        states = encoder_outputs.last_hidden_state
+        states: Any = encoder_outputs.last_hidden_state
         if prefix_lengths is None:
             lengths = torch.full((1,), new, device=prefix_ids.device)
         else:
