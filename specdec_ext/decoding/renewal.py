@@ -181,7 +181,8 @@ class RenewalRule:
             length if self._estimated or alpha >= self._share else 0 for alpha in self._alphas
         ]
         if not (self._best or self._estimated) and self._knows_plain and self._is_trial():
-            self._lengths = [max(length, self._trial_length()) for length in self._lengths]
+            trial = self._trial_length()
+            self._lengths = [max(length, trial) for length in self._lengths]
         self._survival = [float(length > 0) for length in self._lengths]
         return list(self._lengths)
 
