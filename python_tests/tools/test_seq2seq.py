@@ -11,6 +11,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from pair.seq2seq import training  # noqa: E402
 from pair.seq2seq.block_drafter import (  # noqa: E402
     DrafterOptions,
     build_drafter,
@@ -77,6 +78,8 @@ def test_pace():
     assert pace.progress(5) == 0.75
     now[0] = 1000.0
     assert pace.progress(0) == 1.0
+    pace.restart()
+    assert pace.seconds_used() == 10.0  # the earlier sessions' own
     with pytest.raises(ValueError, match="got neither"):
         Pace()
     with pytest.raises(ValueError, match="seconds must be positive, got 0"):
@@ -247,6 +250,29 @@ def test_the_clock_ends_it(tmp_path):
     _, report = train_tiny(tmp_path, Pace(seconds=20.0, clock=tick))
     assert 0 < report.steps <= 40
     assert report.seconds >= 20.0
+
+
+def test_the_clock_starts_when_all_is_compiled(tmp_path, monkeypatch):
+    """A step that compiles takes 1,000 seconds here: none of them counts, and none is learned."""
+    now, calls = [0.0], []
+
+    def slow_at_first(*arguments):
+        calls.append(1)
+        now[0] += 1000.0 if len(calls) <= 2 * training.COMPILED_AHEAD else 0.5
+        return batch_loss(*arguments)
+
+    batch_loss = training.batch_loss
+    monkeypatch.setattr(training, "batch_loss", slow_at_first)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    options = Options(batch_tokens=64, copying=0.25, compiled=True)
+    pace = Pace(seconds=10.0, clock=lambda: now[0])
+    ahead, report = train_tiny(tmp_path / "a", pace, options=options)
+    assert report.steps == 20 and report.seconds == 10.0
+    assert report.epochs == 15 / Batches(reversals(40), 64, 0).per_epoch
+    monkeypatch.setattr(training, "batch_loss", batch_loss)
+    options = replace(options, compiled=False)
+    at_once, _ = train_tiny(tmp_path / "b", Pace(steps=20), options=options)
+    assert torch.equal(ahead.shared.weight, at_once.shared.weight)
 
 
 @pytest.mark.thorough

@@ -41,7 +41,7 @@ class EncodedModel:
 
     def __init__(self, model: Any, outputs: ModelOutput, mask: Tensor | None) -> None:
         text = model.config.get_text_config(decoder=True)
-        self.model, self.outputs, self.mask = model, outputs, mask
+        self.outputs, self.mask = outputs, mask
         self.config = SimpleNamespace(
             **{
                 name: getattr(model.config, name, getattr(text, name, None))
@@ -55,8 +55,7 @@ class EncodedModel:
         self.generation_config = model.generation_config
         self.dtype, self.device, self.training = model.dtype, model.device, model.training
         self.writes = False  # whether the decoder changes what it is given
-        self._cross: Any = DynamicCache()
-        self._look()
+        self._begin(model)
 
     @property
     def states(self) -> Tensor:
@@ -71,9 +70,17 @@ class EncodedModel:
     def with_model(self, model: Any) -> EncodedModel:
         """Give a copy that runs another model, a view of this one, on what was encoded."""
         fresh = copy.copy(self)
-        fresh.model, fresh._cross = model, DynamicCache()
-        fresh._look()
+        fresh._begin(model)
         return fresh
+
+    def _begin(self, model: Any) -> None:
+        """Be about to run a model, or a view of it, for the first time."""
+        self.model = model
+        self._cross: Any = DynamicCache()
+        self._both: EncoderDecoderCache | None = None
+        # Looked at once: every call of a small model would feel it.
+        self._accepts = signature(model.forward).parameters
+        self._look()
 
     def _look(self) -> None:
         """Make whatever view of the model is to be this object's alone."""
@@ -118,11 +125,9 @@ class EncodedModel:
                 f"generate: {len(self.states)} inputs were encoded, but there are "
                 f"{len(input_ids)} requests"
             )
-        accepted = signature(model.forward).parameters
         if cache is not None:
-            name = cache_name(accepted) or own_cache_name()
-            kwargs[name] = EncoderDecoderCache(cache, self._cross)
-        if self.mask is not None and "attention_mask" in accepted:
+            kwargs[cache_name(self._accepts) or own_cache_name()] = self._beside_cross(cache)
+        if self.mask is not None and "attention_mask" in self._accepts:
             kwargs["attention_mask"] = self.mask
         outputs = self.outputs
         if self.writes:
@@ -134,6 +139,12 @@ class EncodedModel:
             use_cache=cache is not None,
             **kwargs,
         )
+
+    def _beside_cross(self, cache: Cache) -> EncoderDecoderCache:
+        """Return the decoder's own cache together with that of what it reads of the encoder."""
+        if self._both is None or self._both.self_attention_cache is not cache:
+            self._both = EncoderDecoderCache(cache, self._cross)
+        return self._both
 
 
 class _NumberedModel(EncodedModel):
@@ -313,7 +324,7 @@ def _of_its_kind(model: Any, outputs: ModelOutput, mask: Tensor | None) -> Encod
     if manner.fault is not None:
         raise ValueError(f"encoded: the decoder of {type(model).__name__} {manner.fault}")
     kind = plain
-    if "decoder_position_ids" in signature(model.forward).parameters or manner.heeds:
+    if "decoder_position_ids" in plain._accepts or manner.heeds:
         kind = _NumberedModel(model, outputs, mask)
     elif manner.table is not None:
         kind = tell(manner.table)

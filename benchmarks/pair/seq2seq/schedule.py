@@ -139,6 +139,10 @@ class Pace:
                 raise ValueError(f"{name} must be positive, got {value}")
         self._begin = self.clock()
 
+    def restart(self) -> None:
+        """Start the clock anew: what this session used until now does not count."""
+        self._begin = self.clock()
+
     def seconds_used(self) -> float:
         """Return the seconds of this session and the earlier ones."""
         return self.used + self.clock() - self._begin

@@ -23,6 +23,9 @@ from pair.seq2seq.sizes import EMBEDDING_LR, PEAK_LR_TIMES_WIDTH
 CHECKPOINTS = 100
 AVERAGED = 10
 
+# Steps that are run before the clock starts, so that what is compiled is compiled by then.
+COMPILED_AHEAD = 3
+
 # What is trained, and its loss on a batch, at a given progress of the training.
 Objective = Callable[[Any, Batch, float], Tensor]
 
@@ -233,7 +236,7 @@ def train(
     pairs : Pairs
         The training data.
     pace : Pace
-        When it ends. What earlier sessions used of its time is added.
+        When it ends. What earlier sessions used of its time is added; what compiling takes is not.
     options : Options
         Everything else.
     folder : Path
@@ -284,6 +287,31 @@ def train(
     before = pace.progress(step)
     if state is not None and state["finished"]:
         before = 1.0
+
+    def learn(step: int, copied: int, progress: float) -> float:
+        """Leave the gradients of a step behind so many copies; return its loss."""
+        torch.manual_seed(options.seed * 1_000_003 + step)
+        is_copy = progress < options.copying
+        # Dropout and smoothed labels only delay what has a single right answer.
+        model.train(not is_copy)
+        if is_copy:
+            batch, own = copies.batch(step, device), copying_options
+        else:
+            batch, own = batch_of(pairs, batches[step - copied], device), options
+        if objective is None:
+            loss = batch_loss(model, batch, own, None if is_copy else teacher)
+        else:
+            loss = objective(model, batch, progress)
+        loss.backward()
+        return loss.item()
+
+    if options.compiled and before < 1.0:
+        # In minutes that count as nothing learned, the copies would be over before they began.
+        for progress in sorted({before, max(before, options.copying)}):
+            for trial in range(COMPILED_AHEAD):
+                learn(trial, 0, progress)
+        optimizer.zero_grad()
+        pace.restart()
     with tqdm(
         total=CHECKPOINTS, initial=CHECKPOINTS * before, desc=name, mininterval=5.0,
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
@@ -291,24 +319,11 @@ def train(
         while before < 1.0:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * lr_factor(before, options.warmup, options.cooldown)
-            torch.manual_seed(options.seed * 1_000_003 + step)
-            is_copy = before < options.copying
-            # Dropout and smoothed labels only delay what has a single right answer.
-            model.train(not is_copy)
-            if is_copy:
-                batch, own = copies.batch(step, device), copying_options
-                copied += 1
-            else:
-                batch, own = batch_of(pairs, batches[step - copied], device), options
-            if objective is None:
-                loss = batch_loss(model, batch, own, None if is_copy else teacher)
-            else:
-                loss = objective(model, batch, before)
-            loss.backward()
+            value = learn(step, copied, before)
+            copied += before < options.copying
             torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-            value = loss.item()
             if not math.isfinite(value):
                 raise FloatingPointError(f"{name}: the loss of step {step} is {value}")
             loss_average = value if math.isnan(loss_average) else 0.98 * loss_average + 0.02 * value
