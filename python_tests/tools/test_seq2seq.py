@@ -151,6 +151,19 @@ def test_copying_comes_first(tmp_path):
     assert not torch.equal(with_copies.shared.weight, without.shared.weight)
 
 
+def test_options_out_of_range():
+    for name, wrong, wanted in (
+        ("lr_scale", 0.0, "positive"),
+        ("lr_scale", math.nan, "positive"),
+        ("copying", 1.5, "between 0 and 1"),
+        ("dropout", 1.0, "at least 0 and less than 1"),
+        ("batch_tokens", 0, "positive"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be {wanted}, got {wrong}"):
+            DrafterOptions(**{name: wrong})
+    assert Options(copying=1.0, dropout=0.0, lr_scale=0.5).lr_scale == 0.5
+
+
 class Interruption(Exception):
     pass
 

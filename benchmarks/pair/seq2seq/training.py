@@ -67,6 +67,18 @@ class Options:
     # The model whose weights it begins with; none if it is empty.
     start: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse what no training can be run with, before hours of it."""
+        ranges = {
+            "lr_scale": (0.0 < self.lr_scale < math.inf, "positive"),
+            "copying": (0.0 <= self.copying <= 1.0, "between 0 and 1"),
+            "dropout": (0.0 <= self.dropout < 1.0, "at least 0 and less than 1"),
+            "batch_tokens": (self.batch_tokens > 0, "positive"),
+        }
+        for name, (is_right, wanted) in ranges.items():
+            if not is_right:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
+
 
 @dataclass
 class Report:
