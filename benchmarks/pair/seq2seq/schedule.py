@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# The rest is for saving, loading and measuring.
+# The rest is for compiling, saving, loading and measuring.
 TRAINING_SHARE = 0.85
 
 # Xia et al. (arXiv 2203.16487), Table 7, warm from 1e-7 up to 5e-4.
