@@ -396,6 +396,8 @@ def test_the_unrolled_loss_by_hand(unrolled, layers):
     logits, mask = torch.randn(1, 6, 4).double(), torch.ones(1, 6)
     mask[0, 2] = 0
     loss, parts = eagle_loss(head, tokens, states, logits, mask, unrolled=unrolled)
+    known = eagle_loss(head, tokens, states, logits[..., REDUCED], mask, unrolled=unrolled)
+    assert torch.equal(loss, known[0]) and torch.equal(parts, known[1])
     means = []
     for own in rounds_by_hand(head, tokens, states, unrolled):
         counted = [each for each in own if mask[0, each[0] + 1]]
@@ -430,6 +432,8 @@ def test_what_is_refused():
     rows = torch.zeros(1, 3, 4)
     with pytest.raises(ValueError, match=r"eagle_loss: unrolled must be .* got 0"):
         eagle_loss(head, torch.tensor([[1, 2, 3]]), rows, rows, unrolled=0)
+    with pytest.raises(ValueError, match=r"V = 4 or .* Vd = 3, got \[1, 3, 2\]"):
+        eagle_loss(head, torch.tensor([[1, 2, 3]]), rows, rows[..., :2])
     with pytest.raises(ValueError, match=r"draft_vocab_size must be in \[1, 4\], got 5"):
         EagleHead(EagleHeadConfig(vocab_size=4, draft_vocab_size=5))
     with pytest.raises(TypeError, match="must have an embedding and an output head"):

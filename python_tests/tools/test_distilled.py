@@ -409,6 +409,8 @@ def test_heads_learn_from_the_same_conversations(tmp_path, capsys):
         # What counts is the state in front of every token that the target said.
         assert mask.nonzero()[:, 0].tolist() == (text.answered.nonzero()[:, 0] - 1).tolist()
         assert torch.equal(logits[mask].argmax(-1), text.entries[:, 0])
+    few_logits = source.rows(0, torch.tensor([5, 2])).logits
+    assert torch.allclose(few_logits, rows.logits[..., [5, 2]], rtol=1e-5, atol=1e-5)
     (trial,) = source.trials(1)
     first = conversations([held_out])[0]
     assert trial.prompt.shape[1] == first.answered.nonzero()[0, 0]
@@ -433,6 +435,37 @@ def test_heads_learn_from_the_same_conversations(tmp_path, capsys):
     with pytest.raises(ValueError, match="2 shards at least .* got 1"):
         for path in sorted(texts.glob("*.pt"))[1:]:
             path.unlink()
+        open_source(str(folder), tmp_path, tmp_path, 64, 0, torch.device("cpu"), texts)
+
+
+def test_states_of_conversations_are_computed_once(tmp_path, monkeypatch):
+    folder, texts = tmp_path / "chatty", tmp_path / "work" / "chatty" / "texts"
+    save_chat_model(folder)
+    few = ["--shards", "2", "--batch", "4", "--tokens", "6", "--seed", "5", "--device", "cpu"]
+    assert main(["texts", str(folder), "--work", str(tmp_path / "work"), *few]) == 0
+    source = open_source(str(folder), tmp_path, tmp_path, 64, 0, torch.device("cpu"), texts)
+    model, read = type(source.target.base_model), []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda self, *a, **k: (read.append(1), forward(self, *a, **k))[1]
+    )
+    seen = [source.rows(step) for step in range(12)]
+    assert len(read) == 4  # the texts of the shard that is not held out
+    for rows in seen[:4]:
+        output = source.target(input_ids=rows.tokens, output_hidden_states=True)
+        counted = rows.mask.bool()
+        for own, expected in ((rows.features, output.hidden_states[-1]), (rows.logits, output[0])):
+            assert torch.allclose(own[counted], expected[counted], rtol=1e-4, atol=1e-5)
+
+    whole = LlamaForCausalLM.forward
+
+    def scaled(self, *given, **named):
+        output = whole(self, *given, **named)
+        output.logits = output.logits / 2
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    with pytest.raises(ValueError, match="unscaled; got LlamaForCausalLM, whose are not"):
         open_source(str(folder), tmp_path, tmp_path, 64, 0, torch.device("cpu"), texts)
 
 

@@ -248,8 +248,11 @@ def eagle_loss(
         The head.
     tokens : Tensor
         ``[B, n]`` int64, a text.
-    features, target_logits : Tensor
-        ``[B, n, D]`` and ``[B, n, V]``, the target's last hidden states and logits at its tokens.
+    features : Tensor
+        ``[B, n, D]``, the target's last hidden states at its tokens.
+    target_logits : Tensor
+        ``[B, n, V]``, the target's logits there, or ``[B, n, Vd]``, those of the tokens
+        ``head.draft_token_ids`` alone, which is all that is read.
     mask : Tensor, optional
         ``[B, n]``, zeros where the head's state and law do not count: at padding, which stands
         behind the text. None: all count.
@@ -268,11 +271,11 @@ def eagle_loss(
     Raises
     ------
     ValueError
-        ``unrolled`` under 1.
+        ``unrolled`` under 1, or logits of another size.
     """
     integer("eagle_loss: unrolled", unrolled, low=1)
     kept = torch.ones_like(tokens) if mask is None else mask
-    laws = target_logits[:, :, head.draft_token_ids].float().softmax(-1)
+    laws = _own_logits(head, target_logits).float().softmax(-1)
     parts = []
     for place, (states, logits) in enumerate(_rounds(head, tokens, features, unrolled)):
         # Elements that have no text for the places before them are none of a round.
@@ -285,6 +288,19 @@ def eagle_loss(
         parts.append(torch.stack([distance, -(law * found).sum(-1).mean()]))
     distance, entropy = torch.stack(parts).mean(0)
     return distance + law_weight * entropy, torch.stack([distance, entropy]).detach()
+
+
+def _own_logits(head: EagleHead, target_logits: Tensor) -> Tensor:
+    """Return the target's logits of the tokens that a head knows."""
+    given, size = target_logits.shape[-1], len(head.draft_token_ids)
+    if given == head.config.vocab_size:
+        return target_logits[..., head.draft_token_ids]
+    if given == size:
+        return target_logits
+    raise ValueError(
+        f"eagle_loss: target_logits must be [B, n, V] with V = {head.config.vocab_size} or "
+        f"[B, n, Vd] with Vd = {size}, got {list(target_logits.shape)}"
+    )
 
 
 def _rounds(

@@ -79,23 +79,34 @@ def batch_of(texts: Sequence[Conversation]) -> Batch:
     )
 
 
-def batches(
-    texts: Sequence[Conversation], size: int, seed: int, device: torch.device
-) -> Callable[[int], Batch]:
-    """Return the batch of a step: a function of the seed and its number alone.
+def orders(texts: Sequence[Conversation], size: int, seed: int) -> Callable[[int], list[int]]:
+    """Return which texts are a step's batch: a function of the seed and its number alone.
 
     Texts of similar length come together, and all come once before any comes again.
     """
     lengths = torch.tensor([len(text.tokens) for text in texts])
     per_epoch = max(len(texts) // size, 1)
 
-    def batch(step: int) -> Batch:
+    def chosen(step: int) -> list[int]:
         epoch, place = divmod(step, per_epoch)
         chance = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(len(texts), generator=chance)
         order = torch.cat([some[lengths[some].argsort()] for some in order.split(SORTED * size)])
         place = int(torch.randperm(per_epoch, generator=chance)[place])
-        own = [texts[i] for i in order[place * size : (place + 1) * size]]
+        found: list[int] = order[place * size : (place + 1) * size].tolist()
+        return found
+
+    return chosen
+
+
+def batches(
+    texts: Sequence[Conversation], size: int, seed: int, device: torch.device
+) -> Callable[[int], Batch]:
+    """Return the batch of a step, see `orders`."""
+    chosen = orders(texts, size, seed)
+
+    def batch(step: int) -> Batch:
+        own = [texts[i] for i in chosen(step)]
         return Batch(*(part.to(device) for part in batch_of(own)))
 
     return batch

@@ -134,7 +134,9 @@ def run_train(given: argparse.Namespace) -> int:
     pace = Pace(given.steps, None if given.steps else 60.0 * given.budget)
     folder = folder_of(given)
     loss = partial(loss_of, **eagle)
-    report = train(heads, source.rows, loss, pace, options, folder / "training")
+    among = heads.draft_token_ids if given.kind == "eagle" else None
+    rows = partial(source.rows, among=among)
+    report = train(heads, rows, loss, pace, options, folder / "training")
     heads.save_pretrained(folder)
     facts = {**common.machine_facts(), **asdict(report), "options": asdict(options)}
     (folder / TRAINING).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pair.data import collect_corpus, encode, save_atomically
 from pair.distilled.texts import read_shards
-from pair.distilled.training import batches, conversations, frequent_tokens
+from pair.distilled.training import conversations, frequent_tokens, orders
 from pair.models import model_folder
 from pair.seq2seq.data import IGNORED, Batches, Pairs, batch_of
 from pair.seq2seq.models import load_family
@@ -34,7 +37,8 @@ class Rows(NamedTuple):
         ``[B, n]`` int64.
     features, logits : Tensor
         ``[B, n, D]`` and ``[B, n, V]``, the last hidden states at these tokens and what the
-        target's head makes of them.
+        target's head makes of them; ``[B, n, Vd]`` where only the logits of Vd tokens were asked
+        for.
     mask : Tensor or None
         ``[B, n]``, zeros at padding, and where what comes next was not the target's to say.
     """
@@ -43,6 +47,13 @@ class Rows(NamedTuple):
     features: Tensor
     logits: Tensor
     mask: Tensor | None
+
+
+class RowsOf(Protocol):
+    """Of a step's number, `Rows`: a function of it and the seed alone."""
+
+    def __call__(self, step: int, among: Tensor | None = None) -> Rows:
+        """Return a step's rows, with the logits of the tokens ``among`` alone, ``[Vd]``."""
 
 
 class Trial(NamedTuple):
@@ -62,8 +73,8 @@ class Source:
         In evaluation mode, without gradients.
     inputs : dict of str to Tensor
         With what it may be called, to look at it.
-    rows : callable
-        Of a step's number, `Rows`: a function of it and the seed alone.
+    rows : RowsOf
+        What a step learns from.
     trials : callable
         Of a number, so many `Trial` on texts that training does not see.
     frequent : callable, optional
@@ -73,7 +84,7 @@ class Source:
 
     target: Any
     inputs: dict[str, Tensor]
-    rows: Callable[[int], Rows]
+    rows: RowsOf
     trials: Callable[[int], list[Trial]]
     frequent: Callable[[int], Tensor] | None = None
 
@@ -111,7 +122,8 @@ def open_source(
     FileNotFoundError
         There is no such model, or there are no such conversations.
     ValueError
-        ``shards`` or another dtype for an encoder-decoder, or a single shard.
+        ``shards`` or another dtype for an encoder-decoder, a single shard, or with ``shards`` a
+        target whose logits are not its output head's of its last states.
     """
     if (tasks / name / "data.pt").exists():
         if shards is not None or dtype != torch.float32:
@@ -130,27 +142,64 @@ def open_source(
     return _of_text(target, folder, work, batch_tokens, seed)
 
 
-def _states(target: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a causal target's last hidden states and logits."""
-    output = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
-    return output.hidden_states[-1], output.logits
+def _some(logits: Tensor, among: Tensor | None) -> Tensor:
+    """Return the logits of some tokens."""
+    return logits if among is None else logits[..., among]
 
 
 def _of_conversations(target: Any, shards: Path, batch_tokens: int, seed: int) -> Source:
-    """Open a chat model on its own conversations; only what it answered counts."""
+    """Open a chat model on its own conversations; only what it answered counts.
+
+    There are few enough of them that a training reads each several times, and the target costs more
+    than most heads: its states, of each text alone, are computed once and kept, its logits made of
+    them anew.
+    """
     held_out, *rest = read_shards(shards)
     if not rest:
         raise ValueError(f"{shards} must have 2 shards at least (one is held out), got 1")
     texts = conversations(rest)
     length = sum(len(text.tokens) for text in texts) // len(texts)
-    batch_at = batches(texts, max(batch_tokens // length, 1), seed, target.device)
+    chosen = orders(texts, max(batch_tokens // length, 1), seed)
+    head = target.get_output_embeddings()
+
+    @cache
+    @torch.no_grad()
+    def states(number: int) -> Tensor:
+        tokens = texts[number].tokens[None].to(target.device)
+        found: Tensor = target.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return found[0].cpu()
+
+    def logits_of(features: Tensor, among: Tensor | None) -> Tensor:
+        if among is None:
+            return head(features)
+        bias = None if head.bias is None else head.bias[among]
+        return F.linear(features, head.weight[among], bias)
 
     @torch.no_grad()
-    def rows(step: int) -> Rows:
-        batch = batch_at(step)
+    def rows(step: int, among: Tensor | None = None) -> Rows:
+        numbers = chosen(step)
+        own = [texts[number] for number in numbers]
+        tokens, answered, features = (
+            pad_sequence(list(parts), batch_first=True).to(target.device)
+            for parts in (
+                [text.tokens for text in own],
+                [text.answered[1:] for text in own],
+                [states(number) for number in numbers],
+            )
+        )
         # A state counts where the target's own words stand behind it.
-        mask = torch.nn.functional.pad(batch.answered, (0, 1))
-        return Rows(batch.tokens, *_states(target, batch.tokens), mask)
+        mask = F.pad(answered, (0, 1))
+        return Rows(tokens, features, logits_of(features, among), mask)
+
+    first = texts[0].tokens[None, :8].to(target.device)
+    with torch.no_grad():
+        last = target.base_model(input_ids=first, use_cache=False).last_hidden_state
+        expected = target(input_ids=first, use_cache=False).logits
+    if not torch.allclose(logits_of(last, None), expected, rtol=1e-2, atol=1e-2):
+        raise ValueError(
+            "heads learn from conversations of targets whose logits are their output head's of "
+            f"their last hidden states, unscaled; got {type(target).__name__}, whose are not"
+        )
 
     def trials(number: int) -> list[Trial]:
         some = conversations([held_out])[:number]
@@ -160,7 +209,7 @@ def _of_conversations(target: Any, shards: Path, batch_tokens: int, seed: int) -
     def frequent(number: int) -> Tensor:
         return frequent_tokens(texts, number, target.config.get_text_config().vocab_size)
 
-    return Source(target, {"input_ids": batch_at(0).tokens[:1, :8]}, rows, trials, frequent)
+    return Source(target, {"input_ids": first}, rows, trials, frequent)
 
 
 def _of_text(target: Any, folder: Path, work: Path, batch_tokens: int, seed: int) -> Source:
@@ -184,9 +233,10 @@ def _of_text(target: Any, folder: Path, work: Path, batch_tokens: int, seed: int
         return texts.to(target.device)
 
     @torch.no_grad()
-    def rows(step: int) -> Rows:
+    def rows(step: int, among: Tensor | None = None) -> Rows:
         tokens = crops(streams["train"], max(batch_tokens // CROP, 1), CROP, step)
-        return Rows(tokens, *_states(target, tokens), None)
+        output = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        return Rows(tokens, output.hidden_states[-1], _some(output.logits, among), None)
 
     def trials(number: int) -> list[Trial]:
         prompts = crops(streams["held_out"], number, PROMPT, 0)
@@ -212,11 +262,11 @@ def _of_pairs(folder: Path, batch_tokens: int, seed: int, device: torch.device) 
         return given, batch.labels.ne(IGNORED)
 
     @torch.no_grad()
-    def rows(step: int) -> Rows:
+    def rows(step: int, among: Tensor | None = None) -> Rows:
         given, mask = called_with(pairs, batches[step])
         output = target(**given, use_cache=False, output_hidden_states=True)
         states = output.decoder_hidden_states[-1]
-        return Rows(given["decoder_input_ids"], states, output.logits, mask)
+        return Rows(given["decoder_input_ids"], states, _some(output.logits, among), mask)
 
     def trials(number: int) -> list[Trial]:
         some = family.splits["test"].some(number)
