@@ -8,8 +8,8 @@ The prompts are those of benchmarks/prompts, put into the model's chat template:
 to summarise or to extract from, conversations, and free writing, where there is nothing to copy.
 Contestants: plain decoding, ours and transformers'; transformers' prompt lookup, and its assisted
 generation where it takes the draft model that is given; ours with each drafter, at each gamma and
-under `RenewalRule`, in chains and trees, and, where a draft model is given, the suffix drafter
-before it. ``--contestants`` picks some of them by parts of their names.
+under `RenewalRule`, in chains and trees, and, where a draft model or decoding heads are given, the
+suffix drafter before it. ``--contestants`` picks some of them by parts of their names.
 All complete a prompt in turn, in an order drawn anew for each, before the next prompt comes, so
 that a busy machine is fair to all. A drafter is made anew for each text and knows nothing of
 earlier ones. Texts end where the model ends them. *Tokens a call* is a ratio of sums; *speed* is
@@ -74,10 +74,10 @@ class Outcome(NamedTuple):
 def drafters(pair: Pair, options: argparse.Namespace) -> dict[str, Callable[[Pair], Any]]:
     """List what drafts for ours, by name."""
     found = {name: DRAFTERS[name] for name in options.drafters}
-    if pair.draft is not None:
-        found[MODEL] = lambda pair: pair.draft
+    if pair.has_draft:
+        found[MODEL] = lambda pair: pair.drafter
         if "suffix" in found:
-            found[STACK] = lambda pair: StackedDrafter(SuffixDrafter(), pair.draft)
+            found[STACK] = lambda pair: StackedDrafter(SuffixDrafter(), pair.drafter)
     return found
 
 

@@ -347,7 +347,7 @@ def test_a_target_that_is_no_model(models, wrong):
 
 @pytest.mark.parametrize("wrong", [3, "gpt2", Tokenizer(), Pipeline(), nn.Linear(2, 2), [1]])
 def test_a_draft_that_is_neither_model_nor_drafter(models, wrong):
-    said = f"must be a causal language model, a Drafter or None, got {checks.shown(wrong)}"
+    said = f"must be a causal language model, heads, a Drafter or None, got {checks.shown(wrong)}"
     with pytest.raises(TypeError, match=f"generate: draft {said}"):
         run(models, draft=wrong)
     with pytest.raises(TypeError, match=f"StackedDrafter: drafter 1 {said}"):

@@ -10,6 +10,7 @@ from enumerated_drafts import Round, check_lossless
 from generate_models import TableWithStates, pair, prompts, tables
 from test_encoder_decoder import encoded, inputs_of, models, plain, start
 from test_generate_law import ALPHA, PROMPT, p_value
+from transformers import AutoModel
 
 import specdec_ext
 from specdec_ext.decoding import (
@@ -472,6 +473,24 @@ def test_saved_and_loaded(tmp_path, kind):
     plain, _ = specdec_ext.generate(target, None, ids, max_new_tokens=9)
     found, _ = specdec_ext.generate(target, HeadsDrafter(half), ids, max_new_tokens=9)
     assert torch.equal(found, plain)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is type(heads) and isinstance(loaded.make_drafter(), HeadsDrafter)
+
+
+@pytest.mark.parametrize("tree", [None, StaticTree.from_widths([2, 1], "top_k")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_are_taken_for_their_drafter(kind, tree):
+    target, heads = causal_heads("llama", kind)
+    ids, _ = prompts([4])
+    told = {"max_new_tokens": 9, "tree": tree, "temperature": 1.0, "seeds": 5}
+    told["rule"] = "block" if tree is None else "target_only"
+    found = specdec_ext.generate(target, heads, ids, **told)
+    expected = specdec_ext.generate(target, HeadsDrafter(heads), ids, **told)
+    assert torch.equal(found.sequences, expected.sequences)
+    of_each = [one.statistics.tokens_per_target_call for one in (found, expected)]
+    assert of_each[0] == of_each[1]
+    with pytest.raises(TypeError, match="draft must be a causal .*got"):
+        specdec_ext.generate(target, type(heads), ids, **told | {"tree": None, "rule": "block"})
 
 
 def test_the_loss_compares_with_the_right_rows():

@@ -16,13 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 import specdec_ext
 from specdec_ext import reference, theory
 from specdec_ext.commands import demo, page
-from specdec_ext.commands.pair import Pair, Prompt
+from specdec_ext.commands.pair import Pair, Prompt, load_pair
+from specdec_ext.models.eagle import EagleHead
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -352,3 +358,21 @@ def test_a_target_alone_drafts_with_copies(pair, capsys, tmp_path):
     path.write_text("[]")
     assert demo.run(parser.parse_args(line)) == 2
     assert "there are no prompts" in capsys.readouterr().err
+
+
+def test_decoding_heads_draft_in_place_of_a_model(pair, capsys, tmp_path):
+    """Their folder is a ``--draft``; there is no alpha, since they have no law of a text."""
+    target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    EagleHead.from_target(target, torch.arange(200)).save_pretrained(tmp_path)
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    line = [f"--target={pair / 'target'}", f"--draft={tmp_path}", "--temperature=0"]
+    line += ["--max-new-tokens=8", "--gamma=2", "--prompt=import os"]
+    assert demo.run(parser.parse_args(line)) == 0
+    assert "draft   EagleHead, " in capsys.readouterr().out
+    assert demo.run(parser.parse_args([*line, "--json"])) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["greedy"]["identical"] and found["comparisons"][0]["alpha"] is None
+    assert found["settings"]["draft"] == str(tmp_path)
+    with pytest.raises(ValueError, match="must be a language model here, got decoding heads"):
+        load_pair(str(pair / "target"), str(tmp_path))

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .check import BUG, compare_tokens, line
-from .demo import size_of
 from .frame import (
     add_generation_arguments,
     add_json_argument,
@@ -35,7 +34,7 @@ from .frame import (
     print_json,
 )
 from .page import Page
-from .pair import Pair, Prompt, load_named
+from .pair import Pair, Prompt, load_named, size_of
 from .prompt_files import HELP, Given, read_prompts
 
 __all__ = ["add_arguments", "run"]
@@ -189,13 +188,13 @@ def contestants(pair: Pair, args: argparse.Namespace) -> list[Contestant]:
     from ..decoding import LookupDrafter, RenewalRule, SuffixDrafter
 
     drafts: dict[str, Callable[[], Any]] = {
-        "model": lambda: pair.draft,
+        "model": lambda: pair.drafter,
         "lookup": LookupDrafter,
         "suffix": SuffixDrafter,
     }
     codes = {**DRAFTERS, "model": "draft"}
     call = "generate(target, {}, input_ids, gamma={})"
-    there = [name for name in drafts if name != "model" or pair.draft is not None]
+    there = [name for name in drafts if name != "model" or pair.has_draft]
     field = [Contestant(PLAIN, lambda: None, 1, "generate(target, None, input_ids)")]
     for name in there if args.drafter is None else [args.drafter]:
         lengths: list[tuple[Any, str]] = [
@@ -299,8 +298,8 @@ def _calls(runs: Sequence[Run]) -> float:
 def _heading(out: Page, pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> None:
     out.line()
     out.line(f"target  {size_of(pair.target)}", "strong")
-    if pair.draft is not None:
-        out.line(f"draft   {size_of(pair.draft)}", "strong")
+    if pair.has_draft:
+        out.line(f"draft   {pair.drafts_with}", "strong")
     if pair.mismatch is not None:
         out.line(pair.mismatch, "strong")
     lengths = [prompt.ids.shape[1] for prompt in prompts]

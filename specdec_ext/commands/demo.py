@@ -31,7 +31,7 @@ from .frame import (
     print_json,
 )
 from .page import ACCEPTED, REPLACED, TARGET, Page
-from .pair import Pair, Prompt, find_pair, load_named
+from .pair import Pair, Prompt, find_pair, load_named, size_of
 from .pieces import Piece, Reader, pieces_of, shown
 from .prompt_files import HELP, read_prompts
 
@@ -388,18 +388,8 @@ def _greedy_check(
 # --- what the page says -----------------------------------------------------------------------
 
 
-def size_of(model: Any) -> str:
-    """Say how large a model is."""
-    config = model.config.get_text_config()
-    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    layers = "layer" if config.num_hidden_layers == 1 else "layers"
-    shape = f"{config.num_hidden_layers} {layers} x {config.hidden_size}"
-    return f"{shape}, {millions:,.1f} M parameters"
-
-
 def _models(pair: Pair) -> tuple[str, str]:
-    draft = "SuffixDrafter(), copies of the text" if pair.draft is None else size_of(pair.draft)
-    return f"target  {size_of(pair.target)}", f"draft   {draft}"
+    return f"target  {size_of(pair.target)}", f"draft   {pair.drafts_with}"
 
 
 def _settings(pair: Pair, args: argparse.Namespace) -> str:

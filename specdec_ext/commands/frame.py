@@ -79,8 +79,8 @@ def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> No
     parser.add_argument(
         "--draft",
         metavar="PATH",
-        help="a smaller one over the same tokens, or the name of the fetched model whose draft "
-        "comes with specdec-ext-pair",
+        help="a smaller one over the same tokens, decoding heads for the target, or the name of "
+        "the fetched model whose draft comes with specdec-ext-pair",
     )
     parser.add_argument(
         "--dtype",

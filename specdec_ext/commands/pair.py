@@ -7,6 +7,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ __all__ = [
     "left_padded",
     "load_named",
     "load_pair",
+    "size_of",
 ]
 
 #: Where the package specdec_ext_pair lies in a checkout.
@@ -37,13 +39,28 @@ PROMPTS = 8
 
 @dataclass
 class Pair:
-    """Two models and their tokenizer."""
+    """Two models and their tokenizer.
+
+    Attributes
+    ----------
+    target, draft : torch.nn.Module
+        The models. None in place of a draft: heads or copies of the text draft.
+    tokenizer : PreTrainedTokenizerBase
+        The target's.
+    held_out : list of str
+        Modules of the standard library whose text the models have not learned.
+    draft_tokenizer : PreTrainedTokenizerBase or None
+        Of the draft's checkpoint, where it has one of its own.
+    heads : torch.nn.Module or None
+        Decoding heads that draft over the target's hidden states.
+    """
 
     target: Any
     draft: Any
     tokenizer: Any
     held_out: list[str]
-    draft_tokenizer: Any = None  # where the draft's checkpoint has one of its own
+    draft_tokenizer: Any = None
+    heads: Any = None
 
     @property
     def mismatch(self) -> str | None:
@@ -54,10 +71,24 @@ class Pair:
 
     @property
     def drafter(self) -> Any:
-        """What drafts: the draft, or copies of the text where a target came alone."""
+        """What drafts: the draft, heads, or copies of the text where a target came alone."""
         from ..decoding import SuffixDrafter
 
+        if self.heads is not None:
+            return self.heads.make_drafter()
         return SuffixDrafter() if self.draft is None else self.draft
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a model or heads draft, not copies of the text."""
+        return self.draft is not None or self.heads is not None
+
+    @property
+    def drafts_with(self) -> str:
+        """What drafts, for a reader."""
+        if self.has_draft:
+            return size_of(self.draft if self.heads is None else self.heads)
+        return "SuffixDrafter(), copies of the text"
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +103,18 @@ class Prompt(NamedTuple):
     name: str
     text: str
     ids: Tensor  # [1, P]
+
+
+def size_of(model: Any) -> str:
+    """Say how large a model is, or of which kind decoding heads are."""
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    config = model.config.get_text_config()
+    if hasattr(model, "make_drafter"):
+        shape = type(model).__name__
+    else:
+        layers = "layer" if config.num_hidden_layers == 1 else "layers"
+        shape = f"{config.num_hidden_layers} {layers} x {config.hidden_size}"
+    return f"{shape}, {millions:,.1f} M parameters"
 
 
 def left_padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -154,7 +197,8 @@ def load_pair(
 ) -> Pair:
     """Load two checkpoints over the same tokens; those of `find_pair` where none are named.
 
-    ``alone``: a target may be named without a draft, which is None then. ``dtype``: what the models
+    ``alone``: a target may be named without a draft, which is None then, or with decoding heads in
+    its place. ``dtype``: what the models
     compute in, a name of torch's; None: float32 on CPUs, elsewhere what the checkpoints say.
     """
     if (target_path is None) != (draft_path is None) and (target_path is None or not alone):
@@ -172,7 +216,8 @@ def load_pair(
         import transformers
     except ImportError as error:
         raise ImportError("needs transformers: pip install 'specdec_ext[hf]'") from error
-    from ..models import draft_llama  # noqa: F401, makes its kind of draft known to transformers
+    # Kinds of drafts that transformers knows when these are imported.
+    from ..models import draft_llama, eagle, heads  # noqa: F401
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -183,11 +228,9 @@ def load_pair(
     words = beside if beside.is_dir() else target
     card = target.parent / "pair.json"
 
-    def model(folder: Path) -> Any:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=kind, local_files_only=True
-        )
-        return loaded.eval().to(device)
+    def model(folder: Path, auto: Any = transformers.AutoModelForCausalLM) -> Any:
+        found: Any = auto.from_pretrained(folder, dtype=kind, local_files_only=True)
+        return found.eval().to(device)
 
     def loaded(load: Callable[[Any], Any], path: Path) -> Any:
         try:
@@ -199,13 +242,28 @@ def load_pair(
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     read = loaded(lambda path: json.loads(path.read_text()), card) if card.is_file() else None
+    heads_path = draft if draft and loaded(_are_heads, draft) else None
+    if heads_path and not alone:
+        raise ValueError(f"--draft must be a language model here, got decoding heads in {draft}")
     return Pair(
         loaded(model, target),
-        loaded(model, draft) if draft else None,
+        loaded(model, draft) if draft and not heads_path else None,
         loaded(tokenizer, words),
         _find(read, "held_out_modules") or ["textwrap", "heapq", "calendar", "fractions"],
         loaded(tokenizer, draft) if draft and has_tokenizer(draft) else None,
+        loaded(partial(model, auto=transformers.AutoModel), heads_path) if heads_path else None,
     )
+
+
+def _are_heads(folder: Path) -> bool:
+    """Tell whether a checkpoint is of decoding heads, which are no language model."""
+    from transformers import AutoConfig
+
+    from ..models.eagle import EagleHeadConfig
+    from ..models.heads import DecodingHeadsConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return isinstance(config, (EagleHeadConfig, DecodingHeadsConfig))
 
 
 def _draft_checkpoint(path: str) -> Path:

@@ -92,8 +92,9 @@ def generate(
     target : torch.nn.Module
         A Hugging Face causal language model, unmodified and in evaluation mode.
     draft : torch.nn.Module, Drafter or None
-        A smaller causal model over the same tokens, or any `Drafter`. None: plain decoding. A
-        `FeatureDrafter` is given the hidden states that the target's calls compute.
+        A smaller causal model over the same tokens, decoding heads (`specdec_ext.models.heads`,
+        `specdec_ext.models.eagle`), or any `Drafter`. None: plain decoding. Heads, and any other
+        `FeatureDrafter`, are given the hidden states that the target's calls compute.
     input_ids : Tensor
         ``[B, P]`` int64 or int32 prompts, left-padded.
     attention_mask : Tensor, optional

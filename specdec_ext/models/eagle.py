@@ -14,7 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    DynamicCache,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoding.cache_names import own_cache_name
@@ -105,6 +112,12 @@ class EagleHead(PreTrainedModel):
     def is_reduced(self) -> bool:
         """Whether its vocabulary is not the target's."""
         return self.config.draft_vocab_size is not None
+
+    def make_drafter(self) -> Any:
+        """Return the `specdec_ext.decoding.EagleDrafter` that drafts with this head."""
+        from ..decoding import EagleDrafter
+
+        return EagleDrafter(self)
 
     def forward(
         self,
@@ -341,3 +354,8 @@ def _seen(index: Tensor, place: int) -> Tensor:
     back = index[:, None] - index  # how far the query is behind the key
     round_so_far = [back == place - other for other in range(1, place + 1)]
     return torch.cat([back >= place, *round_so_far], 1)
+
+
+# Imported, its kind is one that ``AutoModel.from_pretrained`` loads.
+AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig, exist_ok=True)
+AutoModel.register(EagleHeadConfig, EagleHead, exist_ok=True)

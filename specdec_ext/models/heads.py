@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..decoding.checks import integer
@@ -147,6 +147,12 @@ class DecodingHeads(PreTrainedModel):
     def num_heads(self) -> int:
         """K, how many tokens are predicted beyond the target's own next one."""
         return self.config.num_heads
+
+    def make_drafter(self) -> Any:
+        """Return the `specdec_ext.decoding.HeadsDrafter` that drafts with these heads."""
+        from ..decoding import HeadsDrafter
+
+        return HeadsDrafter(self)
 
     def hidden(self, features: Tensor, count: int | None = None) -> Tensor:
         """Return the hidden states of ``count`` heads (None: all), ``[..., count, D]``."""
@@ -377,3 +383,9 @@ class BlockwiseHeads(DecodingHeads):
         units = units.unflatten(-1, (len(weights), -1))
         added = torch.einsum("...kf,kdf->...kd", units, weights) + biases
         return features[..., None, :] + added
+
+
+# Imported, their kinds are among those that ``AutoModel.from_pretrained`` loads.
+for _kind in (MedusaHeads, BlockwiseHeads):
+    AutoConfig.register(_kind.config_class.model_type, _kind.config_class, exist_ok=True)
+    AutoModel.register(_kind.config_class, _kind, exist_ok=True)

@@ -32,6 +32,7 @@ __all__ = [
     "prefix_or_drawn",
     "last_tokens",
     "lengthened",
+    "made_drafter",
     "asked_for_some",
     "over_the_target",
     "check_draft",
@@ -603,6 +604,12 @@ def estimates_chances(drafter: Any) -> bool:
 def reads_features(drafter: Any) -> bool:
     """Tell whether a drafter is to be given hidden states: whether it is a `FeatureDrafter`."""
     return bool(getattr(drafter, "reads_features", False))
+
+
+def made_drafter(draft: Any) -> Any:
+    """Return the drafter that decoding heads make of themselves; anything else as it is."""
+    make = None if isinstance(draft, type) else getattr(draft, "make_drafter", None)
+    return make() if callable(make) else draft
 
 
 def asked_for_some(go_on: GoOn, rows: Tensor) -> GoOn:

@@ -19,6 +19,7 @@ from .interface import (
     Requests,
     last_tokens,
     lengthened,
+    made_drafter,
     prefix_or_drawn,
 )
 
@@ -212,12 +213,13 @@ class ModelDrafter(ModelHost):
 
 
 def as_drafter(draft: Any | Drafter | None, name: str = "draft") -> Drafter:
-    """Return the drafter that ``draft`` is, or the one that drives the model that it is.
+    """Return the drafter that ``draft`` is, or the one that drives the model or heads that it is.
 
     Parameters
     ----------
     draft : torch.nn.Module, Drafter or None
-        None: the drafter that proposes nothing.
+        None: the drafter that proposes nothing. Decoding heads, which are no language models, have
+        ``make_drafter()``.
     name : str
         The argument, as errors are to say it.
 
@@ -228,6 +230,7 @@ def as_drafter(draft: Any | Drafter | None, name: str = "draft") -> Drafter:
     """
     if draft is None:
         return NoDrafter()
+    draft = made_drafter(draft)
     if hasattr(draft, "propose") and not isinstance(draft, type):
         methods = ("start", "propose", "commit", "select")
         lacking = [method for method in methods if not callable(getattr(draft, method, None))]
@@ -237,6 +240,6 @@ def as_drafter(draft: Any | Drafter | None, name: str = "draft") -> Drafter:
         return drafter
     if not is_model(draft):
         raise TypeError(
-            f"{name} must be a causal language model, a Drafter or None, got {shown(draft)}"
+            f"{name} must be a causal language model, heads, a Drafter or None, got {shown(draft)}"
         )
     return ModelDrafter(draft)

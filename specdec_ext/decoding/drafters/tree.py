@@ -21,6 +21,7 @@ from ..trees import (
 )
 from . import MaskNodes, Requests, TreeProposer, last_tokens
 from .hosted import ModelHost
+from .interface import made_drafter
 
 __all__ = [
     "Branches",
@@ -252,7 +253,7 @@ def check_tree_draft(draft: Any, drafter: Any, batch: int) -> None:
 
 
 def as_tree_proposer(draft: Any, name: str = "draft") -> TreeProposer:
-    """Return the `TreeProposer` that ``draft`` is, or the one that drives the model that it is.
+    """Return the `TreeProposer` that ``draft`` is, or that drives the model or heads that it is.
 
     Parameters
     ----------
@@ -266,6 +267,7 @@ def as_tree_proposer(draft: Any, name: str = "draft") -> TreeProposer:
     TypeError
         Something else, or a drafter that lacks a method.
     """
+    draft = made_drafter(draft)
     if hasattr(draft, "propose_tree") and not isinstance(draft, type):
         methods = ("start", "propose_tree", "commit_path", "select")
         lacking = [method for method in methods if not callable(getattr(draft, method, None))]
