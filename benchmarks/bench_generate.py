@@ -269,9 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts["command"] = " ".join(["bench_generate.py", *(arguments or sys.argv[1:])])
     for name, value in facts.items():
         print(f"{name}: {value}")
-    pair = load_pair(
-        options.target, options.draft, options.device, bool(options.drafters), options.dtype
-    )
+    alone = bool(options.drafters) and options.draft is None
+    pair = load_pair(options.target, options.draft, options.device, alone, options.dtype)
     prompts = find_prompts(pair)[: options.prompts]
     records, wrong = [], {}
     for batch in options.batch:

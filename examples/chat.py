@@ -15,7 +15,7 @@ from transformers import TextStreamer
 
 import specdec_ext
 from specdec_ext.commands.pair import load_pair
-from specdec_ext.decoding import RenewalRule, SuffixDrafter
+from specdec_ext.decoding import RenewalRule
 
 #: For a tokenizer that brings none: comments, which is what conversations are among Python files.
 COMMENTS = (
@@ -44,23 +44,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("questions", nargs="*", default=["How does one read a file?"])
     parser.add_argument("--target", help="an instruct model: a folder, or what `fetch` got")
-    parser.add_argument("--draft", help="folder of a smaller one over the same tokens")
+    parser.add_argument(
+        "--draft", help="folder of a smaller one over the same tokens, or of decoding heads"
+    )
     given = parser.parse_args()
     if given.draft and not given.target:
         parser.error("--draft needs --target")
     pair = load_pair(given.target, given.draft, alone=True)
-    tokenizer, draft = pair.tokenizer, pair.draft
+    tokenizer, drafter = pair.tokenizer, pair.drafter  # copies of the text without a draft
     if tokenizer.chat_template is None:
         tokenizer.chat_template = COMMENTS
-    if draft is None:  # one object: it remembers what it has answered
-        draft = SuffixDrafter()
-    policy = RenewalRule()  # what it learns of the models, it keeps from turn to turn
+    # What these have seen of texts and models, they keep from turn to turn.
+    policy = RenewalRule()
     messages = []
     for seed, question in enumerate(given.questions):
         messages.append({"role": "user", "content": question})
         print(f"> {question}")
         answer, statistics = reply(
-            pair.target, draft, tokenizer, messages, gamma=policy, max_new_tokens=96,
+            pair.target, drafter, tokenizer, messages, gamma=policy, max_new_tokens=96,
             temperature=0.7, top_p=0.9, seeds=seed,
         )  # fmt: skip
         messages.append({"role": "assistant", "content": answer})

@@ -98,7 +98,7 @@ def main():
         for name in seconds:  # by turns
             begin = time.perf_counter()
             result = specdec_ext.generate(
-                pair.target, pair.draft if name == "draft" else None, ids, grammar=grammar,
+                pair.target, pair.drafter if name == "draft" else None, ids, grammar=grammar,
                 gamma=given.gamma, temperature=given.temperature, seeds=seed,
                 max_new_tokens=given.max_new_tokens,
             )  # fmt: skip
