@@ -394,11 +394,17 @@ def test_the_commands(tmp_path, capsys):
     assert torch.equal(found, specdec_ext.generate(target, None, ids, **told).sequences)
 
 
-def test_heads_learn_from_the_same_conversations(tmp_path, capsys):
-    folder, texts = tmp_path / "chatty", tmp_path / "work" / "chatty" / "texts"
+def chatty(tmp_path: Path, shards: int) -> tuple[Path, Path]:
+    """Save a chat model and let it write; return their folders."""
+    folder, work = tmp_path / "chatty", tmp_path / "work"
     save_chat_model(folder)
-    few = ["--shards", "3", "--batch", "4", "--tokens", "6", "--seed", "5", "--device", "cpu"]
-    assert main(["texts", str(folder), "--work", str(tmp_path / "work"), *few]) == 0
+    few = ["--shards", f"{shards}", "--batch", "4", "--tokens", "6", "--seed", "5"]
+    assert main(["texts", str(folder), "--work", str(work), *few, "--device", "cpu"]) == 0
+    return folder, work / "chatty" / "texts"
+
+
+def test_heads_learn_from_the_same_conversations(tmp_path, capsys):
+    folder, texts = chatty(tmp_path, shards=3)
     source = open_source(str(folder), tmp_path, tmp_path, 64, 0, torch.device("cpu"), texts)
     rows = source.rows(0)
     held_out, *rest = read_shards(texts)
@@ -439,10 +445,7 @@ def test_heads_learn_from_the_same_conversations(tmp_path, capsys):
 
 
 def test_states_of_conversations_are_computed_once(tmp_path, monkeypatch):
-    folder, texts = tmp_path / "chatty", tmp_path / "work" / "chatty" / "texts"
-    save_chat_model(folder)
-    few = ["--shards", "2", "--batch", "4", "--tokens", "6", "--seed", "5", "--device", "cpu"]
-    assert main(["texts", str(folder), "--work", str(tmp_path / "work"), *few]) == 0
+    folder, texts = chatty(tmp_path, shards=2)
     source = open_source(str(folder), tmp_path, tmp_path, 64, 0, torch.device("cpu"), texts)
     model, read = type(source.target.base_model), []
     forward = model.forward
