@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 import specdec_ext
 from specdec_ext import reference, theory
-from specdec_ext.commands import demo, page
+from specdec_ext.commands import bench, demo, page
 from specdec_ext.commands.pair import Pair, Prompt, load_pair
 from specdec_ext.models.eagle import EagleHead
 
@@ -374,5 +374,10 @@ def test_decoding_heads_draft_in_place_of_a_model(pair, capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["greedy"]["identical"] and found["comparisons"][0]["alpha"] is None
     assert found["settings"]["draft"] == str(tmp_path)
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    line = [*line[:2], "--drafter=model", "--gamma=2", "--max-new-tokens=8", "--repeats=1"]
+    assert bench.run(parser.parse_args(line)) == 0
+    assert "the draft, gamma 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="must be a language model here, got decoding heads"):
         load_pair(str(pair / "target"), str(tmp_path))

@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         choices=[*DRAFTERS],
-        help="the draft model, or copies of the text's own continuations (default: what there is)",
+        help="the draft model or heads, or copies of the text's own continuations (default: what "
+        "there is)",
     )
     parser.add_argument(
         "--prompts",
@@ -129,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
     given = None if args.prompts is None else read_prompts(*args.prompts)
     if given is None and (args.chat or args.target is not None):
         given = [Given(f"prompt {n}", text) for n, text in enumerate(PROMPTS, start=1)]
-    pair, prompts = load_named(args, texts=given, alone=args.drafter != "model")
+    alone = args.drafter != "model" or args.draft is not None
+    pair, prompts = load_named(args, texts=given, alone=alone)
     if len(prompts) < 2:
         raise ValueError(f"a standard error is over prompts: give 2 at least, got {len(prompts)}")
     return _report(pair, prompts, args)

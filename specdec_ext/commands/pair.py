@@ -108,10 +108,10 @@ class Prompt(NamedTuple):
 def size_of(model: Any) -> str:
     """Say how large a model is, or of which kind decoding heads are."""
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    config = model.config.get_text_config()
     if hasattr(model, "make_drafter"):
         shape = type(model).__name__
     else:
+        config = model.config.get_text_config()
         layers = "layer" if config.num_hidden_layers == 1 else "layers"
         shape = f"{config.num_hidden_layers} {layers} x {config.hidden_size}"
     return f"{shape}, {millions:,.1f} M parameters"
@@ -197,9 +197,9 @@ def load_pair(
 ) -> Pair:
     """Load two checkpoints over the same tokens; those of `find_pair` where none are named.
 
-    ``alone``: a target may be named without a draft, which is None then, or with decoding heads in
-    its place. ``dtype``: what the models
-    compute in, a name of torch's; None: float32 on CPUs, elsewhere what the checkpoints say.
+    ``alone``: a target may be named without a draft model, which is None then: with decoding heads
+    in its place, or with nothing. ``dtype``: what the models compute in, a name of torch's; None:
+    float32 on CPUs, elsewhere what the checkpoints say.
     """
     if (target_path is None) != (draft_path is None) and (target_path is None or not alone):
         raise ValueError("--target and --draft go together")

@@ -177,8 +177,9 @@ def record_head(given: argparse.Namespace, trained: dict[str, Any]) -> str:
     ]  # fmt: skip
     for name, facts in trained.items():
         losses = ", ".join(f"{loss:.2f}" for loss in facts["parts"])
+        most = facts["options"]["batch_tokens"]
         lines.append(
-            f"- {name}: {facts['steps']:,} steps of {facts['options']['batch_tokens']} tokens in"
+            f"- {name}: {facts['steps']:,} steps of up to {most} tokens in"
             f" {facts['seconds'] / 60:.0f} minutes, losses {losses}"
         )
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pair.data import collect_corpus, encode, save_atomically
 from pair.distilled.texts import read_shards
+from pair.distilled.training import batch_of as side_by_side
 from pair.distilled.training import conversations, frequent_tokens, orders
 from pair.models import model_folder
 from pair.seq2seq.data import IGNORED, Batches, Pairs, batch_of
@@ -178,17 +179,11 @@ def _of_conversations(target: Any, shards: Path, batch_tokens: int, seed: int) -
     @torch.no_grad()
     def rows(step: int, among: Tensor | None = None) -> Rows:
         numbers = chosen(step)
-        own = [texts[number] for number in numbers]
-        tokens, answered, features = (
-            pad_sequence(list(parts), batch_first=True).to(target.device)
-            for parts in (
-                [text.tokens for text in own],
-                [text.answered[1:] for text in own],
-                [states(number) for number in numbers],
-            )
-        )
+        batch = side_by_side([texts[number] for number in numbers])
+        features = pad_sequence([states(number) for number in numbers], batch_first=True)
         # A state counts where the target's own words stand behind it.
-        mask = F.pad(answered, (0, 1))
+        mask = F.pad(batch.answered, (0, 1))
+        tokens, features, mask = (part.to(target.device) for part in (batch.tokens, features, mask))
         return Rows(tokens, features, logits_of(features, among), mask)
 
     first = texts[0].tokens[None, :8].to(target.device)
