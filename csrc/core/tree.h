@@ -124,22 +124,29 @@ SPECDEC_HD double tree_coin(const VerifyTreeParams& p, const Request& r, int64_t
 
 // ---- topology ---
 
+// The memory of the k-th tree.
+SPECDEC_HD TreeMemory memory_of(const TreeMemory& memory, int64_t nodes, int64_t k) {
+  const int64_t first = k * nodes;
+  return {memory.links + TreeMemory::kLinks * first, memory.tokens + TreeMemory::kTokens * first,
+          memory.numbers + TreeMemory::kNumbers * first, memory.log_p + first};
+}
+
 // The k-th tree in that memory, still without anything in it.
 SPECDEC_HD Tree tree_in(const TreeMemory& memory, int64_t nodes, int64_t k) {
-  const int64_t first = k * nodes;
+  const TreeMemory own = memory_of(memory, nodes, k);
   Tree tree;
-  tree.first_child = memory.links + TreeMemory::kLinks * first;
+  tree.first_child = own.links;
   tree.next_sibling = tree.first_child + nodes;
   tree.first_slot = tree.next_sibling + nodes;
   tree.below_on_stack = tree.first_slot + nodes;
   tree.next_toward_winner = tree.below_on_stack + nodes;
-  tree.tried = memory.tokens + TreeMemory::kTokens * first;
+  tree.tried = own.tokens;
   tree.excluded = tree.tried + nodes;
-  tree.inflow = memory.numbers + TreeMemory::kNumbers * first;
+  tree.inflow = own.numbers;
   tree.acceptance = tree.inflow + nodes;
   tree.p = tree.acceptance + nodes;
   tree.q = tree.p + nodes;
-  tree.log_p = memory.log_p + first;
+  tree.log_p = own.log_p;
   return tree;
 }
 
@@ -391,7 +398,7 @@ SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tr
     if (kind == ChildKind::kWithoutReplacement) exclude(tree, token, q, v);
     sampled = sampled && v->drawn_at_random;
 
-    const double kappa = 1.0 / drawn_from;
+    const double kappa = ratio(1.0, drawn_from);
     const bool raced = v->winner >= 0;  // then the law is a point mass
     const double probability = raced ? (token == v->winner ? 1.0 : 0.0) : tree.p[c];
     const bool repeated = is_in(tried_tokens(tree, *v), token);

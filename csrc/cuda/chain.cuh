@@ -8,7 +8,7 @@
 #include "law_pass.cuh"
 #include "race.cuh"
 #include "shared.cuh"
-#include "work_queue.cuh"
+#include "team.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -29,11 +29,18 @@ struct NodeState {
   bool summed;
 };
 
-// A request whose laws are known, and what is decided of it.
-struct Decision {
+// Nodes of the block rule that are in shared memory while they are decided.
+constexpr int kNodesInShared = 32;
+
+// What a block knows of its request, in shared memory.
+struct ChainLedger {
   Request request;
-  int32_t leaf;        // block rule: the node where the draft ends
-  int32_t unfinished;  // block rule: masses that are asked for and not there yet
+  int32_t leaf;                // block rule: the node where the draft ends
+  int32_t sums;                // of this round
+  int32_t nodes[kSumsAtOnce];  // block rule: whose sums they are
+  bool ended;                  // but for the mass of its draw
+  DrawTask task;
+  NodeState states[kNodesInShared];  // block rule: of short drafts
 };
 
 // Rows of a request: target rows 0 .. gamma, then draft rows 0 .. gamma - 1 if there is a draft
@@ -49,12 +56,11 @@ struct Scratch {
   RowLaw* laws = nullptr;            // [B, rows]
   double* extras = nullptr;          // [B, rows]; with races: their winners
   Runner* runners = nullptr;         // [B, rows, tiles], with races
-  Decision* decisions = nullptr;     // [B]
-  NodeState* nodes = nullptr;        // [B, gamma + 1], block rule
-  double* masses = nullptr;          // [B, sums, tiles]
+  Request* requests = nullptr;       // [B], decided
+  NodeState* nodes = nullptr;        // [deciding blocks, gamma + 1], block rule with long drafts
   uint64_t* part_sums = nullptr;     // [B, tiles, kWarps]
   uint32_t* counters = nullptr;      // [B, rows], all 0 after scan_laws
-  WorkQueue queue;                   // of residual masses, empty after scan_laws
+  Teams teams;                       // that nobody has joined after scan_laws
 };
 
 // ---- requests and rows ---

@@ -1,13 +1,13 @@
 // The decision: how many draft tokens a request accepts, and what its last token is drawn from.
 //
-// Grid: any number of blocks, which take work from a queue (work_queue.cuh). One block opens a
-// request: it finds the rows' laws, looks at up to 32 nodes side by side and goes down the chain.
-// Under the rules that stop at their first failure that is the decision. The block rule (Sun et
-// al., arXiv 2403.10444; core/recursion.h) then knows every inflow and asks for the masses of the
-// residuals that its coins depend on; the block that adds the last of them flips the coins. A
-// residual that the last token is drawn from is asked for its mass too, where it is not known yet.
+// Grid: teams of blocks (team.cuh), or a block a request where no mass is asked for. A block finds
+// the rows' laws, looks at up to 32 nodes side by side and goes down the chain. Under the rules
+// that stop at their first failure that is the decision. The block rule (Sun et al., arXiv
+// 2403.10444; core/recursion.h) then knows every inflow, asks for the masses of the residuals that
+// its coins depend on, and flips the coins when they are there. A residual that the last token is
+// drawn from is asked for its mass too, where it is not known yet.
 //
-// Reads 32 bytes a tile and row; both rows of each residual once, in pieces that any blocks take.
+// Reads 32 bytes a tile and row; both rows of each residual once, in pieces that the team shares.
 // Deterministic drafts and laws without a filter have a kernel of their own (decide_alone.cuh).
 #pragma once
 
@@ -69,7 +69,7 @@ __device__ __attribute__((noinline)) void walk_down(const VerifyParams& p, const
 // ---- block rule ---
 
 // Inflows of up to kNodesAtOnce nodes, by one thread. Whether the leaf is among them.
-__device__ bool flow_through(Decision* d, const NodeFacts* facts, int64_t base, double* inflow,
+__device__ bool flow_through(ChainLedger* d, const NodeFacts* facts, int64_t base, double* inflow,
                              NodeState* nodes) {
   for (int64_t i = base; i < base + kNodesAtOnce; ++i) {
     const NodeFacts& fact = facts[i - base];
@@ -87,24 +87,21 @@ __device__ bool flow_through(Decision* d, const NodeFacts* facts, int64_t base, 
 
 // Which masses are asked for. A node with an inflow of 1 accepts for certain, so the deepest of
 // them is the only one whose residual may be drawn from. Collective over a full warp.
-__device__ void count_masses(Decision* d, NodeState* nodes) {
-  int32_t certain = -1, count = 0;
+__device__ void count_masses(ChainLedger* d, NodeState* nodes) {
+  int32_t certain = -1;
   for (int32_t i = threadIdx.x; i < d->leaf; i += kWarp) {
     if (nodes[i].inflow >= 1.0) certain = i;
   }
   certain = warp_max(certain);
   for (int32_t i = threadIdx.x; i < d->leaf; i += kWarp) {
     if (i == certain) nodes[i].summed = nodes[i].sampled;
-    count += nodes[i].summed;
   }
-  count = warp_sum(count);
-  if (threadIdx.x == 0) d->unfinished = count;
 }
 
-__device__ void flow_down(const VerifyParams& p, const Scratch& s, Decision* d, NodeFacts* facts) {
+__device__ void flow_down(const VerifyParams& p, const Scratch& s, ChainLedger* d, NodeState* nodes,
+                          NodeFacts* facts) {
   __shared__ bool done;
   const Request& r = d->request;
-  NodeState* nodes = s.nodes + r.b * (p.gamma + 1);
   double inflow = 1.0;
   for (int64_t base = 0; base <= r.drafted; base += kNodesAtOnce) {
     look_at_nodes(p, s, r, base, facts);
@@ -118,42 +115,9 @@ __device__ void flow_down(const VerifyParams& p, const Scratch& s, Decision* d, 
   __syncthreads();
 }
 
-// `publish`, of the works of the lanes that ask, in their order. Collective over a full warp.
-__device__ void publish_by_warp(const WorkQueue& queue, const Work& work, bool asks) {
-  const unsigned asking = __ballot_sync(kAllLanes, asks);
-  const unsigned lane = threadIdx.x % kWarp;
-  WorkWord place = 0;
-  if (lane == 0) place = atomicAdd(queue.published, static_cast<WorkWord>(__popc(asking)));
-  place = __shfl_sync(kAllLanes, place, 0) + __popc(asking & ((1u << lane) - 1));
-  if (!asks) return;
-  __threadfence();
-  atomicExch(queue.words + place, packed(work));
-}
-
-// Asks for the masses. From here on the decision is in other blocks' hands, unless there are more
-// nodes than lanes. Collective over a full warp.
-__device__ void publish_masses(const VerifyParams& p, const Scratch& s, const Decision& d) {
-  const int64_t b = d.request.b, leaf = d.leaf;
-  const NodeState* nodes = s.nodes + b * (p.gamma + 1);
-  for (int64_t base = 0; base < leaf; base += kWarp) {
-    const int64_t i = base + threadIdx.x;
-    publish_by_warp(s.queue, {b, i, Sum::kMass}, i < leaf && nodes[i].summed);
-  }
-}
-
-// Takes a mass in, by one thread. Whether it was the last one: then the others are seen.
-__device__ bool take_node_mass(const VerifyParams& p, const Scratch& s, const Work& work,
-                               double mass) {
-  s.nodes[work.request * (p.gamma + 1) + work.node].mass = mass;
-  __threadfence();
-  const bool last = atomicAdd(&s.decisions[work.request].unfinished, -1) == 1;
-  __threadfence();
-  return last;
-}
-
 // Flips the coins of nodes 1 .. leaf; gives the deepest node that accepts. Collective over the
 // block.
-__device__ int64_t flip_coins(const VerifyParams& p, const Decision& d, const NodeState* nodes) {
+__device__ int64_t flip_coins(const VerifyParams& p, const ChainLedger& d, const NodeState* nodes) {
   __shared__ int32_t winner;
   const Request& r = d.request;
   if (threadIdx.x == 0) winner = 0;
@@ -171,9 +135,8 @@ __device__ int64_t flip_coins(const VerifyParams& p, const Decision& d, const No
 
 // Decides once all masses are there. Collective over the block.
 __device__ __attribute__((noinline)) void settle_block(const VerifyParams& p, const Scratch& s,
-                                                       Decision* d) {
+                                                       ChainLedger* d, const NodeState* nodes) {
   Request& r = d->request;
-  const NodeState* nodes = s.nodes + r.b * (p.gamma + 1);
   const int64_t winner = flip_coins(p, *d, nodes);
   for (int64_t i = threadIdx.x; i < r.drafted; i += kThreads) {
     if (i < winner) p.logprobs[r.b * (p.gamma + 1) + i] = nodes[i].log_p;
@@ -195,116 +158,133 @@ __device__ __attribute__((noinline)) void settle_block(const VerifyParams& p, co
   __syncthreads();
 }
 
-// ---- masses ---
-
-// What a piece of work adds up.
-__device__ DrawTask residual_of(const VerifyParams& p, const Scratch& s, const Work& work) {
-  const Request& r = s.decisions[work.request].request;
-  if (work.sum == Sum::kFinalMass) return r.draw;
-  return block_residual(s.nodes[work.request * (p.gamma + 1) + work.node].inflow,
-                        target_law_row(p, s, r, work.node), draft_law_row(p, s, r, work.node));
-}
-
-// Adds up a piece of a mass. True in every thread of the block that did the last one, with *mass
-// set in the first warp.
-template <Elements kElements>
-__device__ bool add_piece(const VerifyParams& p, const Scratch& s, const Ticket& ticket,
-                          double* mass) {
-  const Work& work = ticket.work;
-  const int64_t place = s.queue.sums == 1 ? 0 : work.node;
-  return add_mass<kElements, false>([&] { return residual_of(p, s, work); },
-                                    s.masses + (work.request * s.queue.sums + place) * s.tiles,
-                                    s.counters + work.request * s.rows + place, ticket.piece,
-                                    s.queue.splits, mass);
-}
-
 __device__ bool lacks_mass(const DrawTask& task) {
   return needs_draw(task) && task.residual && task.mass < 0.0;
 }
 
-// ---- the end of a decision ---
+// ---- each block of a team ---
 
-// Writes the outputs that are known, and asks for the final residual's mass. `d` is shared and
-// complete. Collective over the block.
-__device__ __attribute__((noinline)) void close_decision(const VerifyParams& p, const Scratch& s,
-                                                         Decision* d) {
-  Request& r = d->request;
-  write_accepted(p, r, threadIdx.x, kThreads);
-  if (threadIdx.x == 0 && knows_token(&r.draw)) write_extra_token(p, r.b, r.accepted, r.draw);
-  copy_by_block(&s.decisions[r.b], *d);
-  if (threadIdx.x != 0) return;
-  if (lacks_mass(r.draw)) {
-    publish(s.queue, {r.b, r.accepted, Sum::kFinalMass});
-  } else {
-    atomicAdd(s.queue.closed, WorkWord{1});
-  }
-}
+// For team.cuh. All functions are collective over the block; all blocks of a team write the same.
+class ChainWalk {
+ public:
+  // `ledger` is in shared memory.
+  __device__ ChainWalk(const VerifyParams& p, const Scratch& s, int64_t b, ChainLedger* ledger)
+      : p_(p), s_(s), b_(b), ledger_(*ledger), nodes_(nodes_of(p, s, ledger)) {}
 
-// Opens a request; what earlier launches found is needed from the laws on. Whether all is there for
-// its end; else others go on with it. Collective over the block.
-__device__ __attribute__((noinline)) bool open_chain(const VerifyParams& p, const Scratch& s,
-                                                     int64_t b, Decision* d) {
-  __shared__ NodeFacts facts[kNodesAtOnce];
-  open_in_block(p, b, &d->request);
-  clear_outputs(p, b, threadIdx.x, kThreads);
-  wait_for_launch_before();
-  find_laws(p, s, d->request);
-  __syncthreads();  // before accept_probs are written
-  if (p.rule != Rule::kBlock) {
-    walk_down(p, s, &d->request, facts);
-    return true;
+  // What earlier launches found is needed from the laws on.
+  __device__ __forceinline__ void begin() {
+    Request& r = ledger_.request;
+    open_in_block(p_, b_, &r);
+    clear_outputs(p_, b_, threadIdx.x, kThreads);
+    wait_for_launch_before();
+    find_laws(p_, s_, r);
+    if (threadIdx.x == 0) ledger_.ended = false;
+    __syncthreads();  // before accept_probs are written
   }
-  flow_down(p, s, d, facts);
-  if (d->unfinished > 0) {
-    copy_by_block(&s.decisions[b], *d);
-    if (threadIdx.x < kWarp) publish_masses(p, s, *d);
-    return false;
-  }
-  settle_block(p, s, d);
-  return true;
-}
 
-// Does a ticket's work. Whether all is there for the end of its request. Collective over the block.
-template <Elements kElements>
-__device__ bool do_work(const VerifyParams& p, const Scratch& s, const Ticket& ticket,
-                        Decision* d) {
-  __shared__ bool last;
-  const Work& work = ticket.work;
-  if (work.sum == Sum::kNone) return open_chain(p, s, work.request, d);
-  double mass = 0.0;
-  if (!add_piece<kElements>(p, s, ticket, &mass)) return false;
-  if (work.sum == Sum::kFinalMass) {
-    if (threadIdx.x == 0) {
-      s.decisions[work.request].request.draw.mass = mass;
-      atomicAdd(s.queue.closed, WorkWord{1});
+  __device__ __forceinline__ int32_t next(const double* masses, bool first) {
+    if (first) return decide();
+    if (ledger_.ended) {
+      if (threadIdx.x == 0) ledger_.request.draw.mass = masses[0];
+      return give_result();
     }
-    return false;
+    const int32_t k = static_cast<int32_t>(threadIdx.x), sums = ledger_.sums;
+    const int32_t last = ledger_.nodes[sums - 1];
+    if (k < sums) nodes_[ledger_.nodes[k]].mass = masses[k];
+    __syncthreads();
+    return ask(last + 1);
   }
-  if (threadIdx.x == 0) last = take_node_mass(p, s, work, mass);
-  __syncthreads();
-  if (!last) return false;
-  copy_by_block(d, s.decisions[work.request]);
-  settle_block(p, s, d);
-  return true;
-}
+
+  __device__ int64_t tiles(int32_t) const { return num_tiles(p_.target.vocab); }
+
+  __device__ const DrawTask& task(int32_t k) {
+    const Request& r = ledger_.request;
+    if (ledger_.ended) return r.draw;
+    const int64_t i = ledger_.nodes[k];
+    if (threadIdx.x == 0) {
+      ledger_.task = block_residual(nodes_[i].inflow, target_law_row(p_, s_, r, i),
+                                    draft_law_row(p_, s_, r, i));
+    }
+    __syncthreads();
+    return ledger_.task;
+  }
+
+ private:
+  __device__ static NodeState* nodes_of(const VerifyParams& p, const Scratch& s,
+                                        ChainLedger* ledger) {
+    return p.gamma < kNodesInShared ? ledger->states : s.nodes + blockIdx.x * (p.gamma + 1);
+  }
+
+  __device__ __forceinline__ int32_t decide() {
+    __shared__ NodeFacts facts[kNodesAtOnce];
+    if (p_.rule != Rule::kBlock) {
+      walk_down(p_, s_, &ledger_.request, facts);
+      return end();
+    }
+    flow_down(p_, s_, &ledger_, nodes_, facts);
+    return ask(0);
+  }
+
+  // Asks for the masses of nodes from `first` on, as many as a round takes. If there are none, all
+  // is there for the decision.
+  __device__ int32_t ask(int32_t first) {
+    if (threadIdx.x < kWarp) list_summed(first);
+    __syncthreads();
+    if (ledger_.sums > 0) return ledger_.sums;
+    settle_block(p_, s_, &ledger_, nodes_);
+    return end();
+  }
+
+  // Lists nodes whose masses are asked for; by a full warp.
+  __device__ void list_summed(int32_t first) {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x), leaf = ledger_.leaf;
+    int32_t found = 0;
+    for (int32_t base = first; base < leaf && found < kSumsAtOnce; base += kWarp) {
+      const int32_t i = base + lane;
+      const bool asks = i < leaf && nodes_[i].summed;
+      const unsigned asking = __ballot_sync(kAllLanes, asks);
+      const int32_t place = found + __popc(asking & ((1u << lane) - 1));
+      if (asks && place < kSumsAtOnce) ledger_.nodes[place] = i;
+      found += __popc(asking);
+    }
+    if (lane == 0) ledger_.sums = found < kSumsAtOnce ? found : kSumsAtOnce;
+  }
+
+  // Writes the outputs that are known; the number of sums that the final draw still asks for.
+  __device__ int32_t end() {
+    Request& r = ledger_.request;
+    write_accepted(p_, r, threadIdx.x, kThreads);
+    if (threadIdx.x == 0) {
+      if (knows_token(&r.draw)) write_extra_token(p_, b_, r.accepted, r.draw);
+      ledger_.ended = true;
+      ledger_.sums = lacks_mass(r.draw) ? 1 : 0;
+    }
+    __syncthreads();
+    return ledger_.sums > 0 ? 1 : give_result();
+  }
+
+  __device__ int32_t give_result() {
+    copy_by_block(&s_.requests[b_], ledger_.request);
+    return 0;
+  }
+
+  const VerifyParams& p_;
+  const Scratch& s_;
+  int64_t b_;
+  ChainLedger& ledger_;
+  NodeState* nodes_;
+};
 
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     decide(const __grid_constant__ VerifyParams p, const __grid_constant__ Scratch s) {
-  __shared__ SharedArray<Decision, 1> decision;
+  __shared__ SharedArray<ChainLedger, 1> ledger;
   let_next_launch_begin();
-  Ticket ticket{true, {blockIdx.x, 0, Sum::kNone}, 0};
-  if (s.queue.sums > 0) {
-    wait_for_launch_before();  // the queue is empty
-    ticket = take_ticket(s.queue);
-  }
-  while (ticket.given) {
-    if (do_work<kElements>(p, s, ticket, decision.data())) {
-      close_decision(p, s, decision.data());
-    }
-    if (s.queue.sums == 0) return;  // a block a request
-    ticket = take_ticket(s.queue);
-  }
+  if (s.teams.sums > 0) wait_for_launch_before();  // nobody has taken a piece
+  for_each_request(p.batch, [&](int64_t b, int32_t members) {
+    ChainWalk walk(p, s, b, ledger.data());
+    work_in_team<kElements, false>(s.teams, b, members, &walk);
+  });
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ using namespace SPECDEC_CPU_ISA;
 
 // Where decide_alone takes the place of decide.
 inline bool decides_alone(const VerifyParams& p, const Scratch& s) {
-  return s.queue.sums == 0 && reads_draft_law(p.rule);
+  return s.teams.sums == 0 && reads_draft_law(p.rule);
 }
 
 // A node of a request, i draft tokens deep.
@@ -313,14 +313,14 @@ __device__ __forceinline__ void end_flow(const VerifyParams& p, const Request& r
 }
 
 // The rest of a decision, by the clerk's warp alone: nobody waits for those who still report.
-__device__ __forceinline__ void close_lone(const VerifyParams& p, const Scratch& s, Decision* d) {
-  constexpr int kWords = static_cast<int>(sizeof(Decision) / sizeof(uint64_t));
-  static_assert(sizeof(Decision) % sizeof(uint64_t) == 0, "words");
+__device__ __forceinline__ void close_lone(const VerifyParams& p, const Scratch& s,
+                                           const Request& r) {
+  constexpr int kWords = static_cast<int>(sizeof(Request) / sizeof(uint64_t));
+  static_assert(sizeof(Request) % sizeof(uint64_t) == 0, "words");
   const int lane = static_cast<int>(threadIdx.x % kWarp);
   __syncwarp();  // the clerk has written
-  const Request& r = d->request;
-  const auto* from = reinterpret_cast<const uint64_t*>(d);
-  auto* to = reinterpret_cast<uint64_t*>(&s.decisions[r.b]);
+  const auto* from = reinterpret_cast<const uint64_t*>(&r);
+  auto* to = reinterpret_cast<uint64_t*>(&s.requests[r.b]);
 #pragma unroll
   for (int i = lane; i < kWords; i += kWarp) to[i] = from[i];
   write_accepted(p, r, lane, kWarp);
@@ -341,11 +341,11 @@ __device__ __forceinline__ void prefetch_tiles_of_tokens(const VerifyParams& p, 
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     decide_alone(const __grid_constant__ VerifyParams p, const __grid_constant__ Scratch s) {
-  __shared__ SharedArray<Decision, 1> decision;
+  __shared__ SharedArray<Request, 1> request;
   __shared__ LoneNodes nodes;
   __shared__ LoneTiles besides;
   let_next_launch_begin();
-  Request& r = decision[0].request;
+  Request& r = request[0];
   open_in_block(p, blockIdx.x, &r);
   clear_outputs(p, r.b, threadIdx.x, kThreads);
   prefetch_tiles_of_tokens(p, r);
@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     if (d.goes_on) __syncthreads();  // the nodes are overwritten
   }
   if (p.rule == Rule::kBlock) end_flow(p, r, d);
-  if (threadIdx.x >= kThreads - kWarp) close_lone(p, s, decision.data());
+  if (threadIdx.x >= kThreads - kWarp) close_lone(p, s, r);
 }
 
 }  // namespace

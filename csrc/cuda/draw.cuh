@@ -44,38 +44,54 @@ class TileWeights {
 
   template <Layout kLayout>
   __device__ __forceinline__ void load(int64_t tile, RawTiles* raw) const {
+    load_rows<kLayout>(*task_, has_draft_, tile, raw);
+  }
+
+  template <Layout kLayout>
+  __device__ __forceinline__ static void load_rows(const DrawTask& task, bool has_draft,
+                                                   int64_t tile, RawTiles* raw) {
     constexpr bool kMapped = !are_plain(kElements);
-    load_tile<kLayout, kElements, kMapped && kTree>(task_->target, tile, &raw->target);
-    if (has_draft_) load_tile<kLayout, kElements, kMapped>(task_->draft, tile, &raw->draft);
+    load_tile<kLayout, kElements, kMapped && kTree>(task.target, tile, &raw->target);
+    if (has_draft) load_tile<kLayout, kElements, kMapped>(task.draft, tile, &raw->draft);
   }
 
   // The weights of a loaded tile. Calls then() when `raw` is not needed any more. kApart: each step
-  // for all entries before the next one, for more registers.
-  template <Layout kLayout, bool kApart = false, typename Then>
+  // for all entries before the next one, for more registers. kCut: laws may have a cutoff.
+  // `listed`: lists may have tokens of the tile.
+  template <Layout kLayout, bool kApart = false, bool kCut = true, typename Then>
   __device__ __forceinline__ void weigh(int64_t tile, const RawTiles& raw, float* w,
-                                        const Then& then) const {
+                                        const Then& then, bool listed = true) const {
     float q[kPerThread];
     widen_tile<kLayout, kElements>(task_->target, tile, raw.target, w);
     if (has_draft_) widen_tile<kLayout, kElements>(task_->draft, tile, raw.draft, q);
     then();
-    if (residual_) {
+    if (residual_ && listed) {
       exclude<kLayout>(task_->target, tile, task_->excluded, w);
       if (kTree) exclude_all<kLayout>(task_->target, tile, task_->tried, w);
     }
-    if (!kTree || !task_->target_law.linear) weigh_logits<kApart>(target_weight_, w);
+    if (!kTree || !task_->target_law.linear) weigh_logits<kApart, kCut>(target_weight_, w);
     if (!residual_) return;
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale_, w[j]);
     if (!has_draft_) return;
-    if (kTree) exclude_all<kLayout>(task_->draft, tile, task_->no_draft, q);
-    if (!task_->draft_law.linear) weigh_logits<kApart>(draft_weight_, q);
+    if (kTree && listed) exclude_all<kLayout>(task_->draft, tile, task_->no_draft, q);
+    if (!task_->draft_law.linear) weigh_logits<kApart, kCut>(draft_weight_, q);
+    if constexpr (kApart) {
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j] - multiply(draft_scale_, q[j]), 0.0f);
+      for (int j = 0; j < kPerThread; ++j) q[j] = multiply(draft_scale_, q[j]);
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) w[j] -= q[j];
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j], 0.0f);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j] - multiply(draft_scale_, q[j]), 0.0f);
+    }
   }
 
   // out[t - first] = sum over threads of sum(w), the weights of tile t of [first, last). 16-bit
   // entries are loaded a tile ahead. Collective over the block.
-  template <typename T, typename SumOf>
+  template <bool kApart = false, typename T, typename SumOf>
   __device__ __forceinline__ void sum_tiles_to(int64_t first, int64_t last, T* out,
                                                const SumOf& sum) const {
     constexpr bool kAhead = are_plain(kElements) && bytes_of(element_of(kElements)) == 2;
@@ -84,7 +100,7 @@ class TileWeights {
     sum_each_tile(first, last, out, [&](int64_t tile) {
       float w[kPerThread];
       if (!kAhead) load<Layout::kStriped>(tile, &raw);
-      weigh<Layout::kStriped>(tile, raw, w, [&] {
+      weigh<Layout::kStriped, kApart>(tile, raw, w, [&] {
         if (kAhead && tile + 1 < last) load<Layout::kStriped>(tile + 1, &raw);
       });
       return sum(w);
@@ -92,7 +108,7 @@ class TileWeights {
   }
 
  private:
-  template <bool kApart>
+  template <bool kApart, bool kCut>
   __device__ __forceinline__ static void weigh_logits(const ExpWeight& weight, float* x) {
     if constexpr (kApart) {
       float log2_weights[kPerThread];
@@ -103,7 +119,9 @@ class TileWeights {
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) log2_weights[j] = exp2_weight(log2_weights[j]);
 #pragma unroll
-      for (int j = 0; j < kPerThread; ++j) x[j] = x[j] < weight.threshold ? 0.0f : log2_weights[j];
+      for (int j = 0; j < kPerThread; ++j) {
+        x[j] = kCut && x[j] < weight.threshold ? 0.0f : log2_weights[j];
+      }
     } else {
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) x[j] = weight(x[j]);
@@ -119,42 +137,135 @@ class TileWeights {
   float draft_scale_;
 };
 
+// ---- masses ---
+
+// The tiles of a plain row, without a look at each of them: for whoever has registers to spare.
+template <Elements kElements>
+class PlainTiles {
+ public:
+  __device__ __forceinline__ explicit PlainTiles(const Row& row)
+      : row_(row), place_(static_cast<const char*>(row.data) + offset(0)) {
+    const bool aligned = reinterpret_cast<uintptr_t>(row.data) % kLoad == 0;
+    whole_ = aligned ? row.vocab / kTile : 0;
+  }
+
+  __device__ __forceinline__ void load(int64_t tile, RawTile* out) const {
+    if (tile >= whole_) return load_tile<Layout::kStriped, kElements>(row_, tile, out);
+    const char* place = place_ + tile * (kTile * kBytes);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kVector * kBytes / kLoad; ++i) {
+        load_words(place + (offset(s) - offset(0)) + i * kLoad, out->step[s].word + 4 * i);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kBytes = bytes_of(element_of(kElements));
+
+  __device__ __forceinline__ static int32_t offset(int step) {
+    return vector_offset<Layout::kStriped>(step) * kBytes;
+  }
+
+  const Row& row_;
+  const char* place_;
+  int64_t whole_;  // tiles that are loaded so
+};
+
+// Tiles from `first` on that lists of a residual may have tokens of, a bit each; the last bit is
+// for all from there on.
+constexpr int kListedTiles = 32;
+
+__device__ __forceinline__ uint32_t tiles_with_listed(const DrawTask& task, int64_t first) {
+  uint32_t tiles = 0;
+  const auto mark = [&](int64_t token) {
+    const int32_t tile = clamp_to(token / kTile - first, -1, kListedTiles - 1);
+    if (tile >= 0) tiles |= 1u << tile;
+  };
+  if (task.excluded >= 0) mark(task.excluded);
+  for (int64_t i = 0; i < task.tried.count; ++i) mark(task.tried.tokens[i]);
+  for (int64_t i = 0; i < task.no_draft.count; ++i) mark(task.no_draft.tokens[i]);
+  return tiles;
+}
+
+__device__ __forceinline__ float sum_of_weights(const float* w) {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) sums[j % 4] += w[j];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// residual_mass_tiles of two rows of logits. The first logits of plain rows are on their way while
+// the rest is prepared.
+template <Elements kElements, bool kTree, bool kCut>
+__device__ __forceinline__ void pair_mass_tiles(const DrawTask& task, int64_t first, int64_t last,
+                                                double* out) {
+  using Weights = TileWeights<kElements, kTree>;
+  constexpr bool kPlain = are_plain(kElements);
+  constexpr bool kAhead = kPlain && bytes_of(element_of(kElements)) == 2;
+  const PlainTiles<kPlain ? kElements : Elements::kFloat32> target(task.target), draft(task.draft);
+  RawTiles raw;
+  const auto load = [&](int64_t tile) {
+    if constexpr (kPlain) {
+      target.load(tile, &raw.target);
+      draft.load(tile, &raw.draft);
+    } else {
+      Weights::template load_rows<Layout::kStriped>(task, true, tile, &raw);
+    }
+  };
+  if (kAhead && first < last) load(first);
+  const Weights weights(task, true);
+  const uint32_t listed = tiles_with_listed(task, first);
+  sum_tiles_together(first, last, out, [&](int64_t tile) {
+    float w[kPerThread];
+    if (!kAhead) load(tile);
+    const int32_t k = clamp_to(tile - first, 0, kListedTiles - 1);
+    weights.template weigh<Layout::kStriped, !kCut, kCut>(
+        tile, raw, w,
+        [&] {
+          if (kAhead && tile + 1 < last) load(tile + 1);
+        },
+        (listed >> k & 1) != 0);
+    return sum_of_weights(w);
+  });
+}
+
+__device__ __forceinline__ bool has_cutoff(const RowLaw& law) { return law.cutoff > -INFINITY; }
+
 // Writes out[t - first], the residual's mass in tile t of [first, last). Collective over the block.
 // A call, so that a kernel has this code once.
 template <Elements kElements, bool kTree = false>
 __device__ __attribute__((noinline)) void residual_mass_tiles(const DrawTask& task, int64_t first,
                                                               int64_t last, double* out) {
+  if (task.draft.data != nullptr && !task.target_law.linear && !task.draft_law.linear) {
+    if constexpr (are_plain(kElements)) {
+      if (!has_cutoff(task.target_law) && !has_cutoff(task.draft_law)) {
+        pair_mass_tiles<kElements, kTree, false>(task, first, last, out);
+        return;
+      }
+    }
+    pair_mass_tiles<kElements, kTree, true>(task, first, last, out);
+    return;
+  }
   const TileWeights<kElements, kTree> weights(task, true);
-  weights.sum_tiles_to(first, last, out, [](const float* w) {
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < kPerThread; ++j) sums[j % 4] += w[j];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  });
+  weights.sum_tiles_to(first, last, out, sum_of_weights);
 }
 
 // The sum of n tile values, by a full warp, in a tree that depends on n alone; in every lane.
 __device__ __forceinline__ double sum_tiles(const double* values, int64_t n) {
+  constexpr int kAtOnce = 4;  // loads under way
   double sum = 0.0;
-  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) sum += values[t];
+  for (int64_t first = threadIdx.x % kWarp; first < n; first += kAtOnce * kWarp) {
+    double value[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      value[k] = first + k * kWarp < n ? values[first + k * kWarp] : 0.0;
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) sum += value[k];
+  }
   return warp_sum(sum);
-}
-
-// The mass of a residual, by `splits` blocks that share `masses` and `counter` (0 before, and
-// after), each with the task that make_task() gives to its first thread. True in every thread of
-// the last one, with *mass set in its first warp. Collective over the block.
-template <Elements kElements, bool kTree, typename MakeTask>
-__device__ inline bool add_mass(const MakeTask& make_task, double* masses, uint32_t* counter,
-                                int64_t split, int64_t splits, double* mass) {
-  __shared__ SharedArray<DrawTask, 1> task;
-  if (threadIdx.x == 0) task[0] = make_task();
-  __syncthreads();
-  const int64_t tiles = num_tiles(task[0].target.vocab);
-  const Share share = share_of(tiles, split, splits);
-  residual_mass_tiles<kElements, kTree>(task[0], share.first, share.last, masses + share.first);
-  if (!is_last_block(counter, splits)) return false;
-  if (threadIdx.x < kWarp) *mass = sum_tiles(masses, tiles);
-  return true;
 }
 
 // Sets a token that takes no pass over the vocabulary. Whether there is one.
@@ -197,7 +308,8 @@ __device__ __attribute__((noinline)) void fixed_sum_tiles(const DrawTask& task, 
                                                           double mass, int64_t first, int64_t last,
                                                           uint64_t* out) {
   const DrawWeights<kElements, kTree> weights(task, residual, mass);
-  weights.sum_tiles_to(first, last, out, [&](const float* w) { return weights.sum(w); });
+  weights.template sum_tiles_to<kTree>(
+      first, last, out, [&](const float* w) { return weights.template sum<kTree>(w); });
 }
 
 // The place of a draw: a tile, or an entry, and the threshold left there.
@@ -240,8 +352,8 @@ __device__ __attribute__((noinline)) int64_t find_entry(const DrawTask& task, bo
   RawTiles raw;
   float w[kPerThread];
   weights.template load<Layout::kBlocked>(place.index, &raw);
-  weights.template weigh<Layout::kBlocked>(place.index, raw, w, [] {});
-  const uint64_t sum = weights.sum(w);
+  weights.template weigh<Layout::kBlocked, kTree>(place.index, raw, w, [] {});
+  const uint64_t sum = weights.template sum<kTree>(w);
   uint64_t total = 0;
   uint64_t prefix = block_exclusive_sum(sum, &total);
   if (prefix <= place.threshold && place.threshold < prefix + sum) {

@@ -32,20 +32,6 @@ __device__ __forceinline__ uint64_t warp_exclusive_sum(uint64_t value, uint64_t*
   return sum - value;
 }
 
-// is_last_block with one atomic that releases and acquires in the place of two fences. What the
-// block's threads wrote before is seen by all threads of the last one.
-__device__ __forceinline__ bool is_last_to_arrive(uint32_t* counter, int64_t blocks) {
-  __shared__ bool last;
-  __syncthreads();
-  if (blocks == 1) return true;
-  if (threadIdx.x == 0) {
-    last = add_in_order(counter, 1) == static_cast<uint32_t>(blocks - 1);
-    if (last) *counter = 0;
-  }
-  __syncthreads();
-  return last;
-}
-
 // What a block knows of a draw beside the task.
 template <Elements kElements>
 struct PartDraw {
@@ -201,7 +187,7 @@ __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* pa
     sum_parts<kElements>(task, residual, share, part_sums, draw.data());
     if (again) {
       __syncthreads();
-    } else if (!is_last_to_arrive(counter, splits)) {
+    } else if (!is_last_block(counter, splits)) {
       return false;
     }
     part = find_part(part_sums, tiles * kWarps, task.u, &total);

@@ -141,6 +141,27 @@ __device__ __forceinline__ uint32_t add_in_order(uint32_t* counter, uint32_t val
 #endif
 }
 
+// The same where nobody asks for the old value: sees nothing of what others wrote.
+__device__ __forceinline__ void release_add(uint32_t* counter, uint32_t value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
+#else
+  atomicAdd(counter, value);
+#endif
+}
+
+// A counter's value. What was written before it was added to by release_add is seen by this thread,
+// and by whoever meets it at a barrier.
+__device__ __forceinline__ uint32_t acquire(const uint32_t* counter) {
+#ifdef __CUDA_ARCH__
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+#else
+  return *static_cast<const volatile uint32_t*>(counter);
+#endif
+}
+
 // Asks for the line at an address, to be read soon.
 __device__ __forceinline__ void prefetch_line(const char* address) {
 #ifdef __CUDA_ARCH__

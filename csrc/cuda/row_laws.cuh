@@ -23,7 +23,10 @@ struct LawScratch {
   TileSummary* summaries = nullptr;  // [count, tiles]
   float* group_max = nullptr;        // [count, tiles, kTileGroups], with filters
   RowLaw* laws = nullptr;            // [count], if finished
-  uint32_t* counters = nullptr;      // [count], all 0 after scan_rows
+  uint32_t* counters = nullptr;  // [count], all 0 after scan_rows; before it, too, if it combines
+
+  // Whether scan_rows finds the laws: filters take a launch of their own.
+  __host__ __device__ bool combines() const { return laws != nullptr && group_max == nullptr; }
 };
 
 struct LawReservation {
@@ -33,7 +36,7 @@ struct LawReservation {
   Reserved<uint32_t> counters;
 };
 
-// Filters take a launch of their own to finish the laws; `finished` asks for it in any case.
+// `finished`: the laws are asked for in any case, else only with filters.
 LawReservation reserve_laws(Workspace* workspace, int64_t count, int64_t tiles, bool filters,
                             bool finished = false) {
   return {workspace->reserve<TileSummary>(count * tiles),
@@ -55,19 +58,32 @@ __device__ __forceinline__ const float* group_max_of(const LawScratch& s, int64_
   return s.group_max != nullptr ? s.group_max + r * s.tiles * kTileGroups : nullptr;
 }
 
+// The law of row r by the last of its `splits` blocks, if scan_rows finds laws. Collective over the
+// block.
+__device__ __forceinline__ void combine_if_last(const FilteredRow& task, const LawScratch& s,
+                                                int64_t r, int64_t splits) {
+  if (!s.combines() || !is_last_block(s.counters + r, splits)) return;
+  if (threadIdx.x >= kWarp) return;
+  double unused = 0.0;
+  const RowLaw law =
+      combine_tiles(task.row, task.filters, false, ExtraTask{}, s.summaries + r * s.tiles, &unused);
+  if (threadIdx.x == 0) s.laws[r] = law;
+}
+
 // Grid: (row, split). Numerics and traffic: law_pass.cuh.
 template <typename Rows, bool kMasked>
 __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
     scan_rows(const Rows rows, const LawScratch s, bool want_argmax, int64_t splits) {
   begin_kernel();
   const auto [r, split] = this_unit(splits);
-  if (split == 0 && threadIdx.x == 0) s.counters[r] = 0;
+  if (!s.combines() && split == 0 && threadIdx.x == 0) s.counters[r] = 0;
   const FilteredRow task = rows(r);
   const Share share = share_of(num_tiles(task.row.vocab), split, splits);
   float* group_max =
       s.group_max != nullptr ? s.group_max + (r * s.tiles + share.first) * kTileGroups : nullptr;
   scan_tiles<kMasked>(task.row, task.filters, want_argmax, ExtraTask{}, share.first, share.last,
                       s.summaries + r * s.tiles + share.first, group_max);
+  combine_if_last(task, s, r, splits);
 }
 
 // Grid: a block a row. Numerics and traffic: cutoff.cuh.
@@ -100,7 +116,7 @@ void launch_scan(const Gpu& gpu, const Rows& rows, const LawScratch& s, bool wan
 
 template <typename Rows>
 void launch_finish(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
-  if (s.laws == nullptr) return;
+  if (s.laws == nullptr || s.combines()) return;
   const auto kernel =
       rows.p.mask.words != nullptr ? finish_rows<Rows, true> : finish_rows<Rows, false>;
   launch(gpu, "finish_rows", kernel, s.count, rows, s);

@@ -15,15 +15,21 @@ struct SharedArray {
   __device__ __forceinline__ T& operator[](int i) { return data()[i]; }
 };
 
-// Copies a value with all threads of a block, words side by side. They meet before and after.
+// Copies a value with all threads of a block, words side by side; they do not meet.
 template <typename T>
-__device__ __forceinline__ void copy_by_block(T* to, const T& from) {
+__device__ __forceinline__ void copy_words(T* to, const T& from) {
   static_assert(sizeof(T) % sizeof(uint64_t) == 0 && alignof(T) == alignof(uint64_t), "words");
-  __syncthreads();
   const auto* words = reinterpret_cast<const uint64_t*>(&from);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(T) / sizeof(uint64_t)); i += kThreads) {
     reinterpret_cast<uint64_t*>(to)[i] = words[i];
   }
+}
+
+// The same; they meet before and after.
+template <typename T>
+__device__ __forceinline__ void copy_by_block(T* to, const T& from) {
+  __syncthreads();
+  copy_words(to, from);
   __syncthreads();
 }
 

@@ -70,11 +70,13 @@ __device__ __forceinline__ Share share_of(int64_t tiles, int64_t split, int64_t 
 // How many blocks share each of `units` rows of `tiles` tiles: the number that is predicted to end
 // soonest. A block takes as long as its tiles, and for its beginning and end as kBeside tiles more;
 // up to kTogether on a multiprocessor do not hold each other up, because each waits for memory most
-// of the time; further ones do; and those that are not resident wait for others to end.
-inline int64_t splits_for(const Gpu& gpu, int64_t units, int64_t tiles) {
+// of the time; further ones do; and those that are not among the `held` of a multiprocessor wait
+// for others to end.
+inline int64_t splits_for(const Gpu& gpu, int64_t units, int64_t tiles,
+                          int64_t held = kBlocksAt64Registers) {
   constexpr int64_t kBeside = 3, kTogether = 3;
   const int64_t chip = gpu.chip.multiprocessors;
-  const int64_t resident = chip * kBlocksAt64Registers;
+  const int64_t resident = chip * held;
   int64_t best = 1, least = INT64_MAX;
   for (int64_t splits = 1; splits <= tiles && splits <= kMostSplits; ++splits) {
     const int64_t blocks = units * splits;
@@ -104,17 +106,15 @@ __device__ __forceinline__ void prefetch_tiles(const Row& row, const Share& tile
   }
 }
 
-// Whether this is the last of `blocks` blocks to come here: it then sees what the others wrote
-// before. Leaves the counter at 0 for a replay.
+// Whether this is the last of `blocks` blocks to come here: all its threads then see what the
+// others wrote before. Leaves the counter at 0 for a replay.
 __device__ __forceinline__ bool is_last_block(uint32_t* counter, int64_t blocks) {
   __shared__ bool last;
-  if (blocks == 1) return true;
   __syncthreads();
+  if (blocks == 1) return true;
   if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(counter, 1u) == static_cast<uint32_t>(blocks - 1);
+    last = add_in_order(counter, 1) == static_cast<uint32_t>(blocks - 1);
     if (last) *counter = 0;
-    __threadfence();
   }
   __syncthreads();
   return last;
@@ -384,6 +384,21 @@ __device__ __forceinline__ float residual_unit(double mass) {
 // Tiles whose threads' results wait for one barrier together.
 constexpr int kTilesAtOnce = 8;
 
+// Sums over the warps of tiles [0, tiles), in the order of warps. Collective over the block, whose
+// threads meet before and after.
+template <typename T>
+__device__ __forceinline__ void add_warps(const T (&of_warp)[kTilesAtOnce][kWarps], int tiles,
+                                          T* out) {
+  __syncthreads();
+  if (static_cast<int>(threadIdx.x) < tiles) {
+    T sum = of_warp[threadIdx.x][0];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) sum += of_warp[threadIdx.x][w];
+    out[threadIdx.x] = sum;
+  }
+  __syncthreads();
+}
+
 // Writes out[t - first] = sum over threads of value(t): within a warp in value's type, from there
 // on in T, in the order of warps. Collective over the block, and its threads meet at the end.
 template <typename T, typename Value>
@@ -396,13 +411,40 @@ __device__ __forceinline__ void sum_each_tile(int64_t first, int64_t last, T* ou
       const T sum = warp_sum(value(base + k));
       if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = sum;
     }
-    __syncthreads();
-    if (static_cast<int>(threadIdx.x) < tiles) {
-      T sum = of_warp[threadIdx.x][0];
-      for (int w = 1; w < kWarps; ++w) sum += of_warp[threadIdx.x][w];
-      out[base - first + threadIdx.x] = sum;
+    add_warps(of_warp, tiles, out + (base - first));
+  }
+}
+
+// The same of floats, by more shared memory and less waiting: a warp adds up several tiles at once.
+template <typename Value>
+__device__ __forceinline__ void sum_tiles_together(int64_t first, int64_t last, double* out,
+                                                   const Value& value) {
+  constexpr int kTogether = 4;
+  static_assert(kTilesAtOnce % kTogether == 0, "no tile is left over");
+  __shared__ double of_warp[kTilesAtOnce][kWarps];
+  __shared__ float of_thread[kTilesAtOnce][kThreads];  // each thread reads its own
+  for (int64_t base = first; base < last; base += kTilesAtOnce) {
+    const int tiles = clamp_to(last - base, 0, kTilesAtOnce);
+    for (int k = 0; k < tiles; ++k) of_thread[k][threadIdx.x] = value(base + k);
+    for (int k = 0; k < tiles; k += kTogether) {
+      float sum[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) sum[i] = of_thread[k + i][threadIdx.x];
+#pragma unroll
+      for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+        float other[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          other[i] = __shfl_xor_sync(kAllLanes, sum[i], lanes);
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) sum[i] += other[i];
+      }
+      if (threadIdx.x % kWarp != 0) continue;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) of_warp[k + i][threadIdx.x / kWarp] = sum[i];
     }
-    __syncthreads();
+    add_warps(of_warp, tiles, out + (base - first));
   }
 }
 

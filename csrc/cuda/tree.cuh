@@ -5,14 +5,19 @@
 #include "../core/tree.h"
 #include "race.cuh"
 #include "row_laws.cuh"
+#include "team.cuh"
 #include "topology.cuh"
-#include "work_queue.cuh"
 
 namespace specdec {
 namespace cuda {
 namespace {
 
 using namespace SPECDEC_CPU_ISA;
+
+// Trees of at most so many nodes are in shared memory while they are visited.
+constexpr int kNodesInShared = 64;
+
+__host__ __device__ bool is_small(const VerifyTreeParams& p) { return p.nodes <= kNodesInShared; }
 
 // Rows of a request: the targets of all nodes, then the drafts of their children if there is a
 // draft law.
@@ -22,15 +27,15 @@ struct TreeScratch {
   LawScratch laws;    // [B, rows]
   TreeMemory memory;
   Tree* trees = nullptr;           // [B]
-  Request* requests = nullptr;     // [B]
-  int32_t* unfinished = nullptr;   // [B] visits that wait, and blocks that take visits on
-  NodeVisit* visits = nullptr;     // [B, N]
+  Request* requests = nullptr;     // [B], opened
+  Request* results = nullptr;      // [B], decided
+  NodeVisit* visits = nullptr;     // [visiting blocks, N], of large trees
+  TreeMemory own;                  // [visiting blocks], likewise
   uint8_t* wants_draft = nullptr;  // [B, N], with a draft law: whether a child asks for it
   int64_t* winners = nullptr;      // [B, N], with races
   Runner* runners = nullptr;       // [B, N, tiles], with races
-  double* masses = nullptr;        // [B, N, tiles]
   uint64_t* tile_sums = nullptr;   // [B, tiles]
-  WorkQueue queue;
+  Teams teams;
 };
 
 // ---- nodes ---
@@ -40,10 +45,6 @@ struct Nodes {
   const VerifyTreeParams& p;
   const TreeScratch& s;
   int64_t b;
-  NodeVisit* visits;
-
-  __device__ Nodes(const VerifyTreeParams& p, const TreeScratch& s, int64_t b)
-      : p(p), s(s), b(b), visits(s.visits + b * p.nodes) {}
 
   __device__ LawRow target(int64_t v) const {
     return {target_row(p, b, v), s.laws.laws[b * s.rows + v]};
@@ -55,12 +56,6 @@ struct Nodes {
   // The token that wins the race at a node.
   __device__ int64_t winner(int64_t v) const {
     return s.winners != nullptr ? s.winners[b * p.nodes + v] : -1;
-  }
-  // All visits have begun when the request was opened, with an inflow of 1.
-  __device__ void begin(int64_t v, double inflow) { visits[v].state.inflow = inflow; }
-  __device__ void wait(int64_t v, Pending pending) {
-    atomicAdd(s.unfinished + b, 1);
-    publish(s.queue, {b, v, pending == Pending::kMass ? Sum::kMass : Sum::kRestMass});
   }
 };
 
@@ -115,22 +110,47 @@ __device__ int64_t load_nodes(const VerifyTreeParams& p, int64_t b, NodesAsGiven
   return load_tree(p, b, given->parents);
 }
 
-// link_children and has_valid_kinds of core/tree.h: each thread looks at all nodes for its own.
+// Neighbouring threads that share a node's work, so that all have some: a power of 2 in a warp.
+__device__ int lanes_of_node(int64_t nodes) {
+  int lanes = kWarp;
+  while (lanes > 1 && nodes * lanes > kThreads) lanes /= 2;
+  return lanes;
+}
+
+// The same in each of `lanes` neighbours: what `op` makes of their values.
+template <typename Op>
+__device__ int reduce_lanes(int value, int lanes, Op op) {
+  for (int k = lanes / 2; k > 0; k /= 2) value = op(value, __shfl_xor_sync(kAllLanes, value, k));
+  return value;
+}
+
+// link_children and has_valid_kinds of core/tree.h: each node looks at all others for its own.
 __device__ bool link_nodes(const NodesAsGiven& given, const Tree& tree) {
+  const int count = static_cast<int>(tree.count);
+  const auto smaller = [](int a, int b) { return a < b ? a : b; };
+  const int lanes = lanes_of_node(count), lane = static_cast<int>(threadIdx.x) % lanes;
   bool valid = true;
-  for (int v = static_cast<int>(threadIdx.x); v < tree.count; v += kThreads) {
-    int first_child = -1, next_sibling = -1, first_slot = 0;
-#pragma unroll 8
-    for (int c = 1; c < tree.count; ++c) {
+  for (int base = 0; base < count; base += kThreads / lanes) {
+    const int v = base + static_cast<int>(threadIdx.x) / lanes;
+    const bool real = v < count;
+    const int parent_of_v = real ? given.parents[v] : -1;
+    const int8_t kind = real ? given.kinds[v] : int8_t{0};
+    int first_child = kNoNode, next_sibling = kNoNode, first_slot = 0;
+#pragma unroll 4
+    for (int c = 1 + lane; real && c < count; c += lanes) {
       const int parent = given.parents[c];
       first_slot += parent < v;
-      if (parent == v && first_child < 0) first_child = c;
-      if (c <= v || parent != given.parents[v]) continue;
-      if (next_sibling < 0) next_sibling = c;
-      valid = valid && !kinds_clash(given.kinds[v], given.kinds[c]);
+      if (parent == v) first_child = c < first_child ? c : first_child;
+      if (c <= v || parent != parent_of_v) continue;
+      next_sibling = c < next_sibling ? c : next_sibling;
+      valid = valid && !kinds_clash(kind, given.kinds[c]);
     }
-    tree.first_child[v] = first_child;
-    tree.next_sibling[v] = next_sibling;
+    first_child = reduce_lanes(first_child, lanes, smaller);
+    next_sibling = reduce_lanes(next_sibling, lanes, smaller);
+    first_slot = reduce_lanes(first_slot, lanes, [](int a, int b) { return a + b; });
+    if (!real || lane != 0) continue;
+    tree.first_child[v] = first_child == kNoNode ? -1 : first_child;
+    tree.next_sibling[v] = next_sibling == kNoNode ? -1 : next_sibling;
     tree.first_slot[v] = first_slot;
   }
   return block_all(valid);
@@ -194,11 +214,11 @@ __global__ void __launch_bounds__(kThreads)
   if (s.winners != nullptr) {
     for (int64_t v = threadIdx.x; v < p.nodes; v += kThreads) s.winners[b * p.nodes + v] = -1;
   }
-  clear_queue(s.queue, b);
+  clear_team(s.teams, b);
+  for (int64_t i = threadIdx.x; i < s.rows; i += kThreads) s.laws.counters[b * s.rows + i] = 0;
   if (threadIdx.x == 0) {
     s.trees[b] = tree;
     s.requests[b] = r;
-    s.unfinished[b] = 1;
   }
 }
 

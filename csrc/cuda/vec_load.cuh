@@ -139,7 +139,15 @@ __device__ __forceinline__ void load_vector(Element element, const Span& span, i
       load_words(address - misaligned + kLoad, around + 4);
       cut_out(around, misaligned, words);
     } else {
-      take_words(load_entries<kBytes>(address, count, nothing_bits(element, span.linear)), words);
+      // In the last tile most vectors lie past the row.
+      const uint32_t nothing = nothing_bits(element, span.linear);
+      uint4 loaded = {nothing, nothing, nothing, nothing};
+      if (count > 0) {
+        loaded = load_entries<kBytes>(address, count, nothing);
+      } else if (kBytes == 2) {
+        loaded.x = loaded.y = loaded.z = loaded.w = nothing << 16 | nothing;
+      }
+      take_words(loaded, words);
     }
   }
 }

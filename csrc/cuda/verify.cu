@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
   prefetch_tiles(row, share_of(num_tiles(row.vocab), unit.split, splits), threadIdx.x, kThreads, 1);
   open_for_rows(p, b, request.data());
   if (unit.split == 0 && threadIdx.x == 0) s.counters[unit.index] = 0;
-  if (unit.split == 0 && slot == 0) clear_queue(s.queue, b);
+  if (unit.split == 0 && slot == 0) clear_team(s.teams, b);
   scan_share<kMasked, kElements>(row_task(p, request[0], slot), s, unit.index, unit.split, splits);
 }
 
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
-  copy_by_block(request.data(), s.decisions[b].request);
+  copy_by_block(request.data(), s.requests[b]);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
   uint64_t* sums = s.part_sums + b * s.tiles * kWarps;
@@ -177,6 +177,11 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- host ---
 
+// One a request, or teams where masses may be asked for.
+int64_t deciding_blocks(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
+  return s.teams.sums == 0 ? p.batch : team_blocks(gpu, s.teams, s.teams.sums);
+}
+
 // All scratch memory of a call, what the workspace has promised already included.
 Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace) {
   Scratch s;
@@ -188,47 +193,37 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.groups = s.tiles * num_groups(kTile);
   // Without a draft's law or a filter, the scan's sums tell the mass of any residual.
+  s.teams = {p.batch, 0, s.tiles};
   if (has_residuals && (has_draft || filters)) {
-    s.queue.sums = has_draft && block_rule ? p.gamma + 1 : 1;
+    s.teams.sums = has_draft && block_rule ? p.gamma + 1 : 1;
   }
   s.finished = filters;
   s.races = runs_races(p.rule);
   const int64_t rows = p.batch * s.rows;
-  s.queue.requests = p.batch;
-  s.queue.splits = splits_for(gpu, p.batch * (s.queue.sums > 0 ? s.queue.sums : 1), s.tiles);
   const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
   const auto laws = workspace->reserve<RowLaw>(rows);
   const auto extras = workspace->reserve<double>(rows);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
-  const auto decisions = workspace->reserve<Decision>(p.batch);
-  const auto nodes = workspace->reserve<NodeState>(block_rule ? p.batch * (p.gamma + 1) : 0);
-  const auto masses = workspace->reserve<double>(p.batch * s.queue.sums * s.tiles);
+  const auto requests = workspace->reserve<Request>(p.batch);
+  const bool long_drafts = block_rule && p.gamma >= kNodesInShared;
+  const int64_t states = long_drafts ? deciding_blocks(gpu, p, s) * (p.gamma + 1) : 0;
+  const auto nodes = workspace->reserve<NodeState>(states);
   const auto part_sums = workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles * kWarps);
   const auto counters = workspace->reserve<uint32_t>(rows);
-  const auto queue = reserve_queue(workspace, s.queue);
+  const auto teams = reserve_teams(workspace, s.teams);
   workspace->allocate(gpu);
   s.summaries = workspace->at(summaries);
   s.group_max = filters ? workspace->at(group_max) : nullptr;
   s.laws = workspace->at(laws);
   s.extras = workspace->at(extras);
   s.runners = workspace->at(runners);
-  s.decisions = workspace->at(decisions);
+  s.requests = workspace->at(requests);
   s.nodes = workspace->at(nodes);
-  s.masses = workspace->at(masses);
   s.part_sums = workspace->at(part_sums);
   s.counters = workspace->at(counters);
-  place_queue(*workspace, queue, &s.queue);
+  place_teams(*workspace, teams, &s.teams);
   return s;
-}
-
-// One a request; where masses may be asked for, as many as can have something to do at once, and no
-// more than about a chip holds: whoever came later would find that all is done.
-int64_t deciding_blocks(const Gpu& gpu, const Scratch& s) {
-  if (s.queue.sums == 0) return s.queue.requests;
-  const int64_t blocks = s.queue.requests * s.queue.sums * s.queue.splits;
-  const int64_t resident = gpu.chip.multiprocessors * kBlocksAt128Registers;
-  return blocks < resident ? blocks : resident;
 }
 
 constexpr auto kScanMasked = scan_laws < true, kLists ? Elements::kListed : Elements::kAny > ;
@@ -279,7 +274,7 @@ void run(const VerifyParams& given, const Gpu& gpu) {
   }
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, p, s);
   const auto& deciding = decides_alone(p, s) ? kDecideAlone : kDecide;
-  launch(gpu, "decide", deciding[elements_of_laws(p)], deciding_blocks(gpu, s), p, s);
+  launch(gpu, "decide", deciding[elements_of_laws(p)], deciding_blocks(gpu, p, s), p, s);
   if (!s.races) launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, p, s);
   if (p.raw_logprobs) {
     launch_split(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>, nodes, p, s);

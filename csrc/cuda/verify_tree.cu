@@ -2,24 +2,21 @@
 //
 // Launches, each over all requests at once and all on the caller's stream:
 //   open    a block a request: topology, and which rows are asked for (tree.cuh)
-//   scan    a block takes some tiles of one target or draft row (law_pass.cuh)
-//   finish  a block a row: the rows' laws, cutoffs included (cutoff.cuh)
+//   scan    a block takes some tiles of one target or draft row (law_pass.cuh); a row's last block
+//           finds its law
+//   finish  (filters) a block a row: the rows' laws, cutoffs included (cutoff.cuh)
 //   race    (coupled rule) a block takes some tiles of a target row; a row's last block compares
-//   visit   the recursion: blocks take sums over the vocabulary from a queue (work_queue.cuh); the
-//           last block at a sum takes the request on until it waits for other sums, and the last
-//           one at a request, which waits for none, closes it
+//   visit   the recursion: teams of blocks add up residual masses (team.cuh), and each block takes
+//           its request from node to node (tree_walk.cuh)
 //   draw    (but for the coupled rule) integer sums of the final law; a request's last block
 //           searches
-// so 5, whatever the tree. raw_logprobs adds 2, a reduced draft vocabulary 2 that come first
-// (token_map.cuh), and lists of a draft's tokens 1 that comes first and 1 after `scan`
-// (token_lists.cuh).
+// so 4, whatever the tree, and 5 with filters. raw_logprobs adds 2, a reduced draft vocabulary 2
+// that come first (token_map.cuh), and lists of a draft's tokens 1 that comes first and 1 after
+// `scan` (token_lists.cuh).
 //
 // A node waits at most twice for each of its children, for the law that it was drawn from and for
-// the residual after it, and a request once more at its end: fewer than 2 N sums a request. Under
-// traversal several nodes of a request may wait at once, and different blocks take them on: what a
-// node's visit writes belongs to the node or its children, and a node is in one visit's hands at a
-// time. What is shared is changed by atomics: the status bits, and how much of the request is
-// unfinished.
+// the residual after it, and a request once more at its end: at most 2 N - 1 sums a request, of
+// which those that do not depend on each other are in one round.
 //
 // Reads 2 or 4 bytes per entry of each row that is asked for, again both rows of a node for each
 // sum, and the final law's rows twice; and what masks and reduced vocabularies cost (tile.cuh).
@@ -27,7 +24,7 @@
 // for a decision would leave the chip idle. Writes O(rows x tiles). Numerics: as verify.cu; sums in
 // tile order, so that it does not matter which block does what, or when.
 #include "kernels.h"
-#include "tree.cuh"
+#include "tree_walk.cuh"
 #if SPECDEC_LISTS
 #include "token_lists.cuh"
 #else
@@ -50,10 +47,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   const Unit unit = this_unit(splits);
   const auto [b, v] = place_in(unit.index, p.nodes);
   const int64_t place = b * s.rows + p.nodes + v;
-  const Row row = TreeRows{p, s}(place).row;
+  const FilteredRow task = TreeRows{p, s}(place);
+  const Row& row = task.row;
   if (row.data == nullptr) return;
   const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
   scan_list(row, share.first, share.last, s.laws.summaries + place * s.tiles + share.first);
+  combine_if_last(task, s.laws, place, splits);
 }
 #endif
 
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   const Unit unit = this_unit(splits);
   const auto [b, v] = place_in(unit.index, p.nodes);
   if (!is_reachable(s.trees[b], v)) return;
-  const LawRow target = Nodes(p, s, b).target(v);
+  const LawRow target = Nodes{p, s, b}.target(v);
   if (!target.law.valid || target.law.point_mass) return;
   if (threadIdx.x == 0) task[0] = {target, race_of(p.randomness, b, depth_of(p, b, v))};
   __syncthreads();
@@ -78,147 +77,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 // ---- the recursion ---
 
-// Looks at all tokens of a request and begins all visits. Collective over the block.
-__device__ void open_visits(const VerifyTreeParams& p, const TreeScratch& s, int64_t b) {
-  const Tree& tree = s.trees[b];
-  const Nodes nodes(p, s, b);
-  for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
-    if (!is_reachable(tree, v)) continue;
-    const int64_t parent = tree_parent(p, b, v);
-    look_at_token(p, tree, v, nodes.target(parent), nodes.draft(parent));
-  }
-  __syncthreads();
-  for (int64_t v = threadIdx.x; v < tree.count; v += kThreads) {
-    if (!is_reachable(tree, v)) continue;
-    nodes.visits[v] = begin_visit(p, s.requests[b], tree, v, 1.0, nodes.target(v), nodes.draft(v),
-                                  nodes.winner(v));
-  }
-  __syncthreads();
-}
-
-__device__ DrawTask task_of(const TreeScratch& s, const Work& work, const NodeVisit& visit,
-                            const LawRow& target, const LawRow& draft) {
-  if (work.sum == Sum::kFinalMass) return s.requests[work.request].draw;
-  const Pending pending = work.sum == Sum::kMass ? Pending::kMass : Pending::kRestMass;
-  return pending_sum(s.trees[work.request], visit, pending, target, draft);
-}
-
-// Adds up a piece of a sum. True in every thread of the block that did the last one, with *mass set
-// in the first warp.
-template <Elements kElements>
-__device__ bool add_piece(const VerifyTreeParams& p, const TreeScratch& s, const Ticket& ticket,
-                          double* mass) {
-  __shared__ SharedArray<LawRow, 2> rows;
-  const Work& work = ticket.work;
-  const Nodes nodes(p, s, work.request);
-  // Rows take long to find: two threads find them side by side.
-  if (threadIdx.x == 0) rows[0] = nodes.target(work.node);
-  if (threadIdx.x == kThreads / 2) rows[1] = nodes.draft(work.node);
-  __syncthreads();
-  const NodeVisit& visit = nodes.visits[work.node];
-  return add_mass<kElements, true>([&] { return task_of(s, work, visit, rows[0], rows[1]); },
-                                   s.masses + (work.request * p.nodes + work.node) * s.tiles,
-                                   s.laws.counters + work.request * s.rows + work.node,
-                                   ticket.piece, s.queue.splits, mass);
-}
-
-// Takes a request down from a node until it waits, or ends and has its winner: a stepwise rule.
-__device__ void descend(const VerifyTreeParams& p, Request* r, const Tree& tree, Nodes* nodes,
-                        int64_t v) {
-  for (;;) {
-    NodeVisit visit = nodes->visits[v];
-    const Pending pending = advance(p, r, tree, true, &visit);
-    nodes->visits[v] = visit;
-    if (pending == Pending::kNothing) return mark_path(p, tree, v);
-    if (pending != Pending::kDescend) return nodes->wait(v, pending);
-    v = visit.child;
-  }
-}
-
-// Takes a request on, by one thread, from a node whose sum is there. Whether nothing of it is
-// unfinished any more: then all that blocks did for it is seen.
-__attribute__((noinline)) __device__ bool take_on(const VerifyTreeParams& p, const TreeScratch& s,
-                                                  const Work& work, double mass) {
-  const Tree tree = s.trees[work.request];
-  Request r = s.requests[work.request];
-  r.status = 0;
-  Nodes nodes(p, s, work.request);
-  NodeVisit* visit = nodes.visits + work.node;
-  if (work.sum == Sum::kMass) take_mass(tree, mass, visit);
-  if (work.sum == Sum::kRestMass) visit->rest_mass = mass;
-  if (p.rule == Rule::kTraversal) {
-    flow_down(p, &r, tree, &nodes, work.node);
-  } else {
-    descend(p, &r, tree, &nodes, work.node);
-  }
-  atomicOr(&s.requests[work.request].status, r.status);
-  __threadfence();
-  const bool last = atomicAdd(s.unfinished + work.request, -1) == 1;
-  __threadfence();
-  return last;
-}
-
-// ---- the end of a request ---
-
-// By one thread: the request is over, unless a sum for the final draw is missing.
-__attribute__((noinline)) __device__ void close_request(const VerifyTreeParams& p,
-                                                        const TreeScratch& s, const Tree& tree) {
-  const Nodes nodes(p, s, tree.b);
-  Request r = s.requests[tree.b];
-  const int64_t winner = find_winner(tree);
-  finish_tree(tree, nodes.visits[winner], nodes.target(winner), nodes.draft(winner), &r);
-  r.accepted = write_path(p, r, tree);
-  if (knows_token(&r.draw)) write_tree_token(p, r.b, r.accepted, r.draw);
-  s.requests[tree.b] = r;
-  if (needs_draw(r.draw) && r.draw.residual && r.draw.mass < 0.0) {
-    publish(s.queue, {r.b, winner, Sum::kFinalMass});
-  } else {
-    atomicAdd(s.queue.closed, WorkWord{1});
-  }
-}
-
-// Collective over the block.
-__device__ void end_request(const VerifyTreeParams& p, const TreeScratch& s, int64_t b) {
-  const Tree& tree = s.trees[b];
-  if (p.rule == Rule::kTraversal) {
-    for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
-      if (accepts_node(p, s.requests[b], tree, v)) mark_path(p, tree, v);
-    }
-  }
-  write_nodes(p, tree, threadIdx.x, kThreads);
-  __syncthreads();
-  if (threadIdx.x == 0) close_request(p, s, tree);
-}
-
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     visit_trees(const __grid_constant__ VerifyTreeParams p, const __grid_constant__ TreeScratch s) {
   begin_kernel();
-  // take_on and close_request are calls: what one thread does shall not take registers from the
-  // sums. Hence __grid_constant__: the parameters' addresses are taken.
-  __shared__ bool ends;
-  for (;;) {
-    const Ticket ticket = take_ticket(s.queue);
-    if (!ticket.given) return;
-    const Work& work = ticket.work;
-    double mass = 0.0;
-    if (work.sum == Sum::kNone) {
-      open_visits(p, s, work.request);
-    } else if (!add_piece<kElements>(p, s, ticket, &mass)) {
-      continue;
-    }
-    if (threadIdx.x == 0) {
-      ends = false;
-      if (work.sum == Sum::kFinalMass) {
-        s.requests[work.request].draw.mass = mass;
-        atomicAdd(s.queue.closed, WorkWord{1});
-      } else {
-        ends = take_on(p, s, work, mass);
-      }
-    }
-    __syncthreads();
-    if (ends) end_request(p, s, work.request);
-  }
+  __shared__ SharedArray<TreeLedger, 1> ledger;
+  for_each_request(p.batch, [&](int64_t b, int32_t members) {
+    TreeWalk walk(p, s, b, ledger.data());
+    work_in_team<kElements, true>(s.teams, b, members, &walk);
+  });
 }
 
 // ---- the extra token ---
@@ -230,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
-  copy_by_block(request.data(), s.requests[b]);
+  copy_by_block(request.data(), s.results[b]);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
   const bool last = draw<kElements, true>(&task, task.mass, s.tile_sums + b * s.tiles,
@@ -255,6 +122,29 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- host ---
 
+// Of a request, at a guess; one under a stepwise rule.
+int64_t sums_at_once(const VerifyTreeParams& p) { return p.rule == Rule::kTraversal ? 4 : 1; }
+
+struct TreeReservation {
+  Reserved<int32_t> links;
+  Reserved<int64_t> tokens;
+  Reserved<double> numbers;
+  Reserved<float> log_p;
+};
+
+// Memory of trees that have so many nodes together.
+TreeReservation reserve_memory(Workspace* workspace, int64_t nodes) {
+  return {workspace->reserve<int32_t>(TreeMemory::kLinks * nodes),
+          workspace->reserve<int64_t>(TreeMemory::kTokens * nodes),
+          workspace->reserve<double>(TreeMemory::kNumbers * nodes),
+          workspace->reserve<float>(nodes)};
+}
+
+TreeMemory memory_at(const Workspace& workspace, const TreeReservation& reserved) {
+  return {workspace.at(reserved.links), workspace.at(reserved.tokens),
+          workspace.at(reserved.numbers), workspace.at(reserved.log_p)};
+}
+
 // All scratch memory of a call, what the workspace has promised already included.
 TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* workspace) {
   TreeScratch s;
@@ -264,49 +154,35 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   const int64_t nodes = p.batch * p.nodes;
   s.rows = has_draft ? 2 * p.nodes : p.nodes;
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
-  s.queue.requests = p.batch;
-  s.queue.sums = 2 * p.nodes;
-  s.queue.splits = splits_for(gpu, p.batch, s.tiles);
   const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, filters, true);
-  const auto links = workspace->reserve<int32_t>(TreeMemory::kLinks * nodes);
-  const auto tokens = workspace->reserve<int64_t>(TreeMemory::kTokens * nodes);
-  const auto numbers = workspace->reserve<double>(TreeMemory::kNumbers * nodes);
-  const auto log_p = workspace->reserve<float>(nodes);
+  s.teams = {p.batch, 2 * p.nodes, s.tiles};
+  const int64_t blocks = team_blocks(gpu, s.teams, sums_at_once(p));
+  const int64_t own_nodes = is_small(p) ? 0 : blocks * p.nodes;
+  const auto memory = reserve_memory(workspace, nodes);
+  const auto own = reserve_memory(workspace, own_nodes);
   const auto trees = workspace->reserve<Tree>(p.batch);
   const auto requests = workspace->reserve<Request>(p.batch);
-  const auto unfinished = workspace->reserve<int32_t>(p.batch);
-  const auto visits = workspace->reserve<NodeVisit>(nodes);
+  const auto results = workspace->reserve<Request>(p.batch);
+  const auto visits = workspace->reserve<NodeVisit>(own_nodes);
   const auto wants_draft = workspace->reserve<uint8_t>(has_draft ? nodes : 0);
   const auto winners = workspace->reserve<int64_t>(races ? nodes : 0);
   const auto runners = workspace->reserve<Runner>(races ? nodes * s.tiles : 0);
-  const auto masses = workspace->reserve<double>(nodes * s.tiles);
   const auto tile_sums = workspace->reserve<uint64_t>(p.batch * s.tiles);
-  const auto queue = reserve_queue(workspace, s.queue);
+  const auto teams = reserve_teams(workspace, s.teams);
   workspace->allocate(gpu);
   s.laws = laws_at(*workspace, laws, p.batch * s.rows, s.tiles, filters, true);
-  s.memory = {workspace->at(links), workspace->at(tokens), workspace->at(numbers),
-              workspace->at(log_p)};
+  s.memory = memory_at(*workspace, memory);
+  s.own = memory_at(*workspace, own);
   s.trees = workspace->at(trees);
   s.requests = workspace->at(requests);
-  s.unfinished = workspace->at(unfinished);
+  s.results = workspace->at(results);
   s.visits = workspace->at(visits);
   s.wants_draft = has_draft ? workspace->at(wants_draft) : nullptr;
   s.winners = races ? workspace->at(winners) : nullptr;
   s.runners = workspace->at(runners);
-  s.masses = workspace->at(masses);
   s.tile_sums = workspace->at(tile_sums);
-  place_queue(*workspace, queue, &s.queue);
+  place_teams(*workspace, teams, &s.teams);
   return s;
-}
-
-// As many as can have something to do at once, and no more than about a chip holds: whoever came
-// later would find that all is done.
-int64_t visiting_blocks(const Gpu& gpu, const VerifyTreeParams& p, const WorkQueue& queue) {
-  constexpr int64_t kVisitsAtOnce = 4;  // of a request, at a guess; one under a stepwise rule
-  const int64_t visits = p.rule == Rule::kTraversal ? kVisitsAtOnce : 1;
-  const int64_t blocks = p.batch * queue.splits * visits;
-  const int64_t resident = gpu.chip.multiprocessors * kBlocksAt128Registers;
-  return blocks < resident ? blocks : resident;
 }
 
 const auto kVisit = by_elements([](auto e) { return visit_trees<decltype(e)::value>; });
@@ -345,9 +221,10 @@ void run(const VerifyTreeParams& given, const Gpu& gpu) {
     const int64_t nodes = p.batch * p.nodes, splits = splits_for(gpu, nodes, s.tiles);
     launch(gpu, "race_nodes", race_nodes, nodes * splits, p, s, splits);
   }
-  launch(gpu, "visit_trees", kVisit[elements_of_laws(p)], visiting_blocks(gpu, p, s.queue), p, s);
+  launch(gpu, "visit_trees", kVisit[elements_of_laws(p)],
+         team_blocks(gpu, s.teams, sums_at_once(p)), p, s);
   if (s.winners == nullptr) {
-    const int64_t splits = splits_for(gpu, p.batch, s.tiles);
+    const int64_t splits = splits_for(gpu, p.batch, s.tiles, kBlocksAt128Registers);
     launch(gpu, "draw_token", kDraw[elements_of_laws(p)], p.batch * splits, p, s, splits);
   }
   if (p.raw_logprobs) launch_raw_logprobs(gpu, p, s);

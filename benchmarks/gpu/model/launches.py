@@ -231,6 +231,17 @@ class Launched:
     read_bytes: float = 0.0  # from DRAM and L2, of all blocks
 
     @property
+    def scale(self) -> float:
+        """What all blocks do, relative to what the sample does.
+
+        Measured in barriers: blocks that have nothing to do meet at none.
+        """
+        of_sample = sum(self.meetings[run.block] for run in self.block_runs)
+        if of_sample == 0:
+            return self.blocks / len(self.block_runs)
+        return sum(self.meetings) / of_sample
+
+    @property
     def block_runs(self) -> list[Any]:
         """Every block that was run."""
         return [block for run in self.runs for block in run.blocks]
@@ -367,9 +378,8 @@ class Recorder:
     def _warm(self, found: Launched, cold: list[range], rows: Sequence[range]) -> None:
         """After a launch: scale what the sample read; the L2 keeps rows if it can hold them all."""
         if not found.together:
-            share = found.blocks / len(found.block_runs)
-            found.cold_bytes *= share
-            found.read_bytes *= share
+            found.cold_bytes *= found.scale
+            found.read_bytes *= found.scale
         total = sum(len(r) for r in rows)
         if found.cold_bytes >= total / 4 and total <= self._gpu.l2_megabytes * 2**20:
             cold.clear()

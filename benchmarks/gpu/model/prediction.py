@@ -67,7 +67,8 @@ class Prediction:
     def issue_cycles(self) -> float:
         """Cycles of the fullest multiprocessor if only issue slots count."""
         blocks = -(-self.launch.blocks // self.gpu.multiprocessors)
-        return blocks * self.instructions / (self.gpu.schedulers * self.gpu.issue)
+        busy = self.launch.scale * len(self.launch.block_runs) / self.launch.blocks
+        return blocks * busy * self.instructions / (self.gpu.schedulers * self.gpu.issue)
 
     def bounds(self) -> dict[str, float]:
         """Give the microseconds that each bound asks for."""

@@ -1,0 +1,198 @@
+// Teams: the blocks of a launch that add up residual masses for one request together.
+//
+// All blocks of a team decide alike, each for itself: which masses are asked for next depends on
+// those before and on nothing else, so nobody has to be told. Masses are asked for in rounds of a
+// few, each cut into the same number of pieces, which blocks take by a counter. When all pieces of
+// a round are done, every block adds them up and goes on to the next round.
+//
+// Every launch ends, however few of its blocks run at once: a block waits only for pieces of its
+// round, and of the earliest round that is not done every piece is in the hands of a block that
+// runs, and comes to it without waiting. A block that begins late repeats what the others decided,
+// without a wait. It asks for its next piece while it works on one: a piece of a later round keeps
+// nobody waiting.
+//
+// Memory: what a block wrote for a piece is seen by all threads of a block that found the round
+// done (barrier, release; acquire, barrier).
+#pragma once
+
+#include "draw.cuh"
+
+namespace specdec {
+namespace cuda {
+namespace {
+
+constexpr int kSumsAtOnce = kWarp;  // a round's
+
+// What the blocks of a team share, all 0 before the launch; apart from the other teams'.
+struct alignas(128) TeamState {
+  uint32_t taken;  // pieces, counted over all rounds, and those of rounds to come
+  uint32_t done;
+};
+
+struct Teams {
+  int64_t requests = 0;
+  int64_t sums = 0;             // that a request may ask for in all; 0: there are no teams
+  int64_t tiles = 0;            // of the wider vocabulary: the stride of `masses`
+  TeamState* states = nullptr;  // [requests]
+  double* masses = nullptr;     // [requests, sums, tiles]
+};
+
+struct TeamReservation {
+  Reserved<TeamState> states;
+  Reserved<double> masses;
+};
+
+// ---- on the host ---
+
+TeamReservation reserve_teams(Workspace* workspace, const Teams& teams) {
+  return {workspace->reserve<TeamState>(teams.sums > 0 ? teams.requests : 0),
+          workspace->reserve<double>(teams.requests * teams.sums * teams.tiles)};
+}
+
+void place_teams(const Workspace& workspace, const TeamReservation& reserved, Teams* teams) {
+  teams->states = workspace.at(reserved.states);
+  teams->masses = workspace.at(reserved.masses);
+}
+
+// Blocks of a launch whose teams ask for about `at_once` sums in a round: as many as can have
+// something to do, and no more than about a chip holds.
+int64_t team_blocks(const Gpu& gpu, const Teams& teams, int64_t at_once) {
+  const int64_t blocks = teams.requests * teams.tiles * at_once;
+  const int64_t resident = gpu.chip.multiprocessors * kBlocksAt128Registers;
+  return blocks < resident ? blocks : resident;
+}
+
+// ---- on the device ---
+
+// Nobody has taken a piece; a block for each request does it for its own.
+__device__ void clear_team(const Teams& teams, int64_t b) {
+  if (teams.sums > 0 && threadIdx.x == 0) teams.states[b].taken = teams.states[b].done = 0;
+}
+
+// A piece of a round, or that there is none for this block any more.
+struct Turn {
+  bool has_piece;
+  int32_t sum;
+  int32_t piece;
+};
+
+// A block in the team of a request. All functions are collective over the block.
+class Member {
+ public:
+  __device__ Member(const Teams& teams, int64_t b, int32_t members)
+      : state_(teams.states + b),
+        masses_(teams.masses + b * teams.sums * teams.tiles),
+        tiles_(static_cast<int32_t>(teams.tiles)),
+        members_(members) {
+    if (teams.sums > 0) look_ahead();
+  }
+
+  // Where the masses of a sum of this round lie, tile by tile.
+  __device__ double* masses(int64_t sum) const { return masses_ + sum * tiles_; }
+  __device__ int32_t pieces() const { return pieces_; }
+
+  // No more pieces than the team has blocks, if it has as many as there are sums.
+  __device__ void open_round(int32_t sums) {
+    const int32_t each = members_ / sums;
+    pieces_ = each < 1 ? 1 : each < tiles_ ? each : tiles_;
+    first_ = end_;
+    end_ += static_cast<uint32_t>(sums * pieces_);
+  }
+
+  // Waits for the end of the round where there is no piece.
+  __device__ Turn take_turn() {
+    __shared__ Turn turn;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      turn.has_piece = next_ < end_;
+      if (turn.has_piece) {
+        const Place2d place = place_in(next_ - first_, pieces_);
+        turn.sum = static_cast<int32_t>(place.row);
+        turn.piece = static_cast<int32_t>(place.column);
+      } else {
+        wait_for_pieces();
+      }
+    }
+    __syncthreads();
+    return turn;
+  }
+
+  // Asks for a piece.
+  __device__ void look_ahead() {
+    if (threadIdx.x == 0) next_ = atomicAdd(&state_->taken, 1u);
+  }
+
+  // What the block has written for a piece is there: its threads have met since.
+  __device__ void finish_piece() {
+    if (threadIdx.x == 0) release_add(&state_->done, 1);
+  }
+
+  // The masses of a round that is done, into shared memory, a warp a sum of tiles_of(sum) tiles;
+  // further masses come after them.
+  template <typename TilesOf>
+  __device__ void add_up(int32_t sums, const TilesOf& tiles_of, double* found) {
+    for (int32_t k = threadIdx.x / kWarp; k < sums; k += kWarps) {
+      const double mass = sum_tiles(masses(k), tiles_of(k));
+      if (threadIdx.x % kWarp == 0) found[k] = mass;
+    }
+    masses_ += static_cast<int64_t>(sums) * tiles_;
+    __syncthreads();
+  }
+
+ private:
+  __device__ void wait_for_pieces() const {
+    constexpr unsigned kPause = 20;  // nanoseconds
+    // The counter runs on: whoever is late finds it past the end.
+    while (static_cast<int32_t>(acquire(&state_->done) - end_) < 0) __nanosleep(kPause);
+  }
+
+  TeamState* state_;
+  double* masses_;
+  int32_t tiles_;
+  int32_t members_;
+  int32_t pieces_ = 0;  // of a sum
+  uint32_t first_ = 0;  // of the round's pieces, over all rounds
+  uint32_t end_ = 0;
+  uint32_t next_ = 0;  // this block's; known to its first thread
+};
+
+// Does a block's part for a request. `walk` decides, with all threads of the block: after begin(),
+// next(masses, first) takes in the masses that were asked for, if it is not the first time, and
+// gives the number of those that are asked for then, at most kSumsAtOnce. task(k) of these gives
+// one, in shared memory, and tiles(k) its tiles.
+template <Elements kElements, bool kTree, typename Walk>
+__device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, int32_t members,
+                                             Walk* walk) {
+  __shared__ double masses[kSumsAtOnce];
+  Member block(teams, b, members);
+  walk->begin();
+  for (bool first = true;; first = false) {
+    const int32_t sums = walk->next(masses, first);
+    if (sums == 0) return;
+    block.open_round(sums);
+    for (;;) {
+      const Turn turn = block.take_turn();
+      if (!turn.has_piece) break;
+      block.look_ahead();
+      const DrawTask& task = walk->task(turn.sum);
+      const Share share = share_of(num_tiles(task.target.vocab), turn.piece, block.pieces());
+      residual_mass_tiles<kElements, kTree>(task, share.first, share.last,
+                                            block.masses(turn.sum) + share.first);
+      block.finish_piece();
+    }
+    block.add_up(sums, [&](int32_t k) { return walk->tiles(k); }, masses);
+  }
+}
+
+// The requests of this block, one after another: do_part(b, blocks of its team).
+template <typename Part>
+__device__ __forceinline__ void for_each_request(int64_t requests, const Part& do_part) {
+  const uint32_t blocks = gridDim.x, n = static_cast<uint32_t>(requests);
+  const uint32_t first = blockIdx.x % n;
+  const uint32_t members = blocks < n ? 1 : blocks / n + (first < blocks % n);
+  for (uint32_t b = first; b < n; b += blocks) do_part(b, static_cast<int32_t>(members));
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace specdec

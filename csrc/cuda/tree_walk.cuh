@@ -1,0 +1,283 @@
+// The recursion over the nodes of a tree, by each block of the request's team (team.cuh).
+//
+// Under traversal several nodes wait for their sums at once, and a warp takes each of them on (its
+// lanes would go different ways): what a node's visit writes belongs to the node or its children,
+// so warps do not meet. A stepwise rule waits for one sum at a time. When no node waits any more,
+// all threads end the request; a residual that the extra token is drawn from asks for its mass once
+// more.
+//
+// Each block has its own copy of what changes, in shared memory if a tree has at most
+// kNodesInShared nodes. All blocks of a team write the same outputs. Included by verify_tree.cu
+// alone.
+#pragma once
+
+#include "tree.cuh"
+
+namespace specdec {
+namespace cuda {
+namespace {
+
+using namespace SPECDEC_CPU_ISA;
+
+// What a block knows of its request, in shared memory.
+struct TreeLedger {
+  Request request;
+  Tree tree;
+  int32_t sums;                // of this round
+  bool ended;                  // but for the mass of its draw
+  int16_t nodes[kSumsAtOnce];  // whose sums they are
+  int32_t tiles[kSumsAtOnce];
+  DrawTask task;
+  LawRow target, draft;      // of its node
+  Pending waits[kMaxNodes];  // what a node waits for; kNothing: it does not wait
+  // Of small trees:
+  NodeVisit visits[kNodesInShared];
+  int32_t links[TreeMemory::kLinks * kNodesInShared];
+  int64_t tokens[TreeMemory::kTokens * kNodesInShared];
+  double numbers[TreeMemory::kNumbers * kNodesInShared];
+  float log_p[kNodesInShared];
+};
+
+// Its public functions are collective over the block, but for those that flow_down calls.
+class TreeWalk {
+ public:
+  NodeVisit* visits;  // for flow_down of core/tree.h
+
+  __device__ TreeWalk(const VerifyTreeParams& p, const TreeScratch& s, int64_t b,
+                      TreeLedger* ledger)
+      : visits(is_small(p) ? ledger->visits : s.visits + blockIdx.x * p.nodes),
+        p_(p),
+        s_(s),
+        nodes_{p, s, b},
+        ledger_(*ledger) {}
+
+  // ---- for team.cuh ---
+
+  __device__ __forceinline__ void begin() {
+    copy_tree();
+    open_visits();
+  }
+
+  __device__ __forceinline__ int32_t next(const double* masses, bool first) {
+    if (!first && ledger_.ended) {
+      if (threadIdx.x == 0) ledger_.request.draw.mass = masses[0];
+      return give_result();
+    }
+    if (threadIdx.x % kWarp == 0) {
+      const int32_t sums = first ? 1 : ledger_.sums;
+      for (int32_t k = threadIdx.x / kWarp; k < sums; k += kWarps) {
+        const int64_t v = first ? 0 : ledger_.nodes[k];
+        if (!first) take_mass_of(k, v, masses);
+        take_on(v);
+      }
+    }
+    return ask();
+  }
+
+  __device__ int32_t tiles(int32_t k) const { return ledger_.tiles[k]; }
+
+  __device__ const DrawTask& task(int32_t k) {
+    if (ledger_.ended) return ledger_.request.draw;
+    const int64_t v = ledger_.nodes[k];
+    // Rows take long to find: two threads find them side by side.
+    if (threadIdx.x == 0) ledger_.target = nodes_.target(v);
+    if (threadIdx.x == kThreads / 2) ledger_.draft = nodes_.draft(v);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ledger_.task =
+          pending_sum(ledger_.tree, visits[v], ledger_.waits[v], ledger_.target, ledger_.draft);
+    }
+    __syncthreads();
+    return ledger_.task;
+  }
+
+  // ---- for flow_down ---
+
+  // All visits have begun when the request was opened, with an inflow of 1.
+  __device__ void begin(int64_t v, double inflow) { visits[v].state.inflow = inflow; }
+  __device__ void wait(int64_t v, Pending pending) { ledger_.waits[v] = pending; }
+
+ private:
+  // ---- opening ---
+
+  // Copies what open_trees has found.
+  __device__ void copy_tree() {
+    const int64_t b = nodes_.b;
+    __syncthreads();
+    copy_words(&ledger_.request, s_.requests[b]);
+    copy_words(&ledger_.tree, s_.trees[b]);
+    const TreeMemory own =
+        is_small(p_) ? TreeMemory{ledger_.links, ledger_.tokens, ledger_.numbers, ledger_.log_p}
+                     : memory_of(s_.own, p_.nodes, blockIdx.x);
+    const TreeMemory given = memory_of(s_.memory, p_.nodes, b);
+    for (int64_t k = threadIdx.x; k < TreeMemory::kLinks * p_.nodes; k += kThreads) {
+      own.links[k] = given.links[k];
+    }
+    for (int64_t k = threadIdx.x; k < TreeMemory::kNumbers * p_.nodes; k += kThreads) {
+      own.numbers[k] = given.numbers[k];
+    }
+    for (int64_t v = threadIdx.x; v < p_.nodes; v += kThreads) {
+      ledger_.waits[v] = Pending::kNothing;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const Tree& from = ledger_.tree;
+      Tree tree = tree_in(own, p_.nodes, 0);
+      tree.b = from.b;
+      tree.valid = from.valid;
+      tree.count = from.count;
+      ledger_.tree = tree;
+      ledger_.ended = false;
+    }
+    __syncthreads();
+  }
+
+  // Looks at all tokens of the request and begins all visits.
+  __device__ void open_visits() {
+    const Tree& tree = ledger_.tree;
+    for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
+      if (!is_reachable(tree, v)) continue;
+      const int64_t parent = tree_parent(p_, tree.b, v);
+      look_at_token(p_, tree, v, nodes_.target(parent), nodes_.draft(parent));
+    }
+    __syncthreads();
+    for (int64_t v = threadIdx.x; v < tree.count; v += kThreads) {
+      if (!is_reachable(tree, v)) continue;
+      visits[v] = begin_visit(p_, ledger_.request, tree, v, 1.0, nodes_.target(v), nodes_.draft(v),
+                              nodes_.winner(v));
+    }
+    __syncthreads();
+  }
+
+  // ---- going on, a thread a node ---
+
+  __device__ void take_mass_of(int32_t k, int64_t v, const double* masses) {
+    if (ledger_.waits[v] == Pending::kMass) {
+      take_mass(ledger_.tree, masses[k], &visits[v]);
+    } else {
+      visits[v].rest_mass = masses[k];
+    }
+    ledger_.waits[v] = Pending::kNothing;
+  }
+
+  // Takes the request on from a node that waits for nothing.
+  __device__ void take_on(int64_t v) {
+    const Tree tree = ledger_.tree;  // in registers
+    Request r = ledger_.request;
+    r.status = 0;
+    if (p_.rule == Rule::kTraversal) {
+      flow_down(p_, &r, tree, this, v);
+    } else {
+      descend(&r, tree, v);
+    }
+    if (r.status != 0) atomicOr(&ledger_.request.status, r.status);
+  }
+
+  // Goes down until the request waits, or ends and has its winner: a stepwise rule.
+  __device__ void descend(Request* r, const Tree& tree, int64_t v) {
+    for (;;) {
+      NodeVisit visit = visits[v];
+      const Pending pending = advance(p_, r, tree, true, &visit);
+      visits[v] = visit;
+      if (pending == Pending::kNothing) return mark_path(p_, tree, v);
+      if (pending != Pending::kDescend) return wait(v, pending);
+      v = visit.child;
+    }
+  }
+
+  // ---- asking for sums ---
+
+  // Those that nodes wait for, in their order, as many as a round takes; or the end of the request.
+  __device__ int32_t ask() {
+    __syncthreads();
+    if (threadIdx.x < kWarp) list_waiting();
+    __syncthreads();
+    return ledger_.sums > 0 ? ledger_.sums : end();
+  }
+
+  // By a full warp.
+  __device__ void list_waiting() {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x);
+    const int32_t count = static_cast<int32_t>(ledger_.tree.count);
+    int32_t found = 0;
+    for (int32_t base = 0; base < count && found < kSumsAtOnce; base += kWarp) {
+      const int32_t v = base + lane;
+      const Pending pending = v < count ? ledger_.waits[v] : Pending::kNothing;
+      const unsigned waiting = __ballot_sync(kAllLanes, pending != Pending::kNothing);
+      const int32_t place = found + __popc(waiting & ((1u << lane) - 1));
+      if (pending != Pending::kNothing && place < kSumsAtOnce) {
+        ledger_.nodes[place] = static_cast<int16_t>(v);
+        ledger_.tiles[place] = tiles_of(v, pending);
+      }
+      found += __popc(waiting);
+    }
+    if (lane == 0) ledger_.sums = found < kSumsAtOnce ? found : kSumsAtOnce;
+  }
+
+  __device__ int32_t tiles_of(int64_t v, Pending pending) const {
+    const int64_t vocab = pending == Pending::kMass
+                              ? p_.target.vocab
+                              : in_token_order(draft_row(p_, nodes_.b, v)).vocab;
+    return static_cast<int32_t>(num_tiles(vocab));
+  }
+
+  // ---- the end ---
+
+  // Writes what is known; the number of sums that the final draw still asks for.
+  __device__ int32_t end() {
+    const Tree& tree = ledger_.tree;
+    Request& r = ledger_.request;
+    if (p_.rule == Rule::kTraversal) {
+      for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
+        if (accepts_node(p_, r, tree, v)) mark_path(p_, tree, v);
+      }
+    }
+    __syncthreads();
+    // The first warp has enough to do, if there are others.
+    constexpr int kFirst = kThreads > kWarp ? kWarp : 0;
+    const int writer = static_cast<int>(threadIdx.x) - kFirst;
+    if (writer >= 0) write_nodes(p_, tree, writer, kThreads - kFirst);
+    if (threadIdx.x == 0) {
+      const int64_t winner = find_winner(tree);
+      finish_tree(tree, visits[winner], nodes_.target(winner), nodes_.draft(winner), &r);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      r.accepted = write_path(p_, r, tree);
+      if (knows_token(&r.draw)) write_tree_token(p_, r.b, r.accepted, r.draw);
+      const bool lacks_mass = needs_draw(r.draw) && r.draw.residual && r.draw.mass < 0.0;
+      ledger_.ended = true;
+      ledger_.sums = lacks_mass ? 1 : 0;
+      ledger_.tiles[0] = static_cast<int32_t>(num_tiles(r.draw.target.vocab));
+    }
+    __syncthreads();
+    return ledger_.sums > 0 ? ledger_.sums : give_result();
+  }
+
+  // Hands the request to the draw, its lists of tokens with it.
+  __device__ int32_t give_result() {
+    __syncthreads();
+    Request& r = ledger_.request;
+    int64_t* tokens = memory_of(s_.memory, p_.nodes, nodes_.b).tokens;
+    const int64_t* own = ledger_.tree.tried;
+    for (TokenList* list : {&r.draw.tried, &r.draw.no_draft}) {
+      const int64_t first = list->tokens - own;
+      for (int64_t i = threadIdx.x; i < list->count; i += kThreads) {
+        tokens[first + i] = own[first + i];
+      }
+      __syncthreads();
+      if (threadIdx.x == 0 && list->count > 0) list->tokens = tokens + first;
+    }
+    copy_by_block(&s_.results[nodes_.b], r);
+    return 0;
+  }
+
+  const VerifyTreeParams& p_;
+  const TreeScratch& s_;
+  Nodes nodes_;
+  TreeLedger& ledger_;
+};
+
+}  // namespace
+}  // namespace cuda
+}  // namespace specdec
