@@ -598,6 +598,7 @@ def launched(name: str, cycles: list[float], blocks: int, resident: int = 2, **o
         name=name,
         blocks=blocks,
         block_runs=runs,
+        scale=blocks / len(cycles),
         resident=resident,
         **found,
     )
@@ -622,6 +623,18 @@ def test_a_launch_takes_what_its_tightest_bound_takes():
     assert total([few, reading]) == pytest.approx(
         few.microseconds + reading.microseconds + 2 * H200.gap
     )
+
+
+def test_blocks_that_have_nothing_to_do_count_for_nothing():
+    def scale(meetings: list[int], sample: list[int]) -> float:
+        runs: Any = [SimpleNamespace(blocks=[SimpleNamespace(block=k) for k in sample])]
+        program: Any = None
+        return launches.Launched("scan", "s", len(meetings), meetings, program, 2, runs).scale
+
+    assert scale([4, 4, 0, 0], [0]) == 2  # four blocks, of which two do something
+    assert scale([4, 4, 0, 0], [0, 2]) == 2
+    assert scale([3, 3, 3, 9], [3]) == 2
+    assert scale([0, 0, 0, 0], [1, 2]) == 2  # nothing is known but their number
 
 
 def test_what_a_chained_launch_does_before_its_wait_is_hidden():
