@@ -6,8 +6,8 @@ among them, and most of them in kernels with calls, such as finish_laws), size o
 kernels that stream rows, instructions and float64 instructions an entry along the cheapest way
 round their loop (`gpu.sass`). A kernel that costs more than its budget is named, and the command
 fails. A budget is what the kernel cost when it was last improved, with the compiler of CUDA 13.0
-(another one's registers and spills differ a little): it may be lowered; whoever raises one says why in the
-record of predictions.
+(another one's registers and spills differ a little): it may be lowered; whoever
+raises one says why in the record of predictions.
 
 ``make cuda-gate`` builds the library and runs this::
 
