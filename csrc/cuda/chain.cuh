@@ -30,7 +30,7 @@ struct NodeState {
 };
 
 // Nodes of the block rule that are in shared memory while they are decided.
-constexpr int kNodesInShared = 32;
+constexpr int kStatesInShared = 32;
 
 // What a block knows of its request, in shared memory.
 struct ChainLedger {
@@ -40,7 +40,7 @@ struct ChainLedger {
   int32_t nodes[kSumsAtOnce];  // block rule: whose sums they are
   bool ended;                  // but for the mass of its draw
   DrawTask task;
-  NodeState states[kNodesInShared];  // block rule: of short drafts
+  NodeState states[kStatesInShared];  // block rule: of short drafts
 };
 
 // Rows of a request: target rows 0 .. gamma, then draft rows 0 .. gamma - 1 if there is a draft
@@ -60,7 +60,7 @@ struct Scratch {
   NodeState* nodes = nullptr;        // [deciding blocks, gamma + 1], block rule with long drafts
   uint64_t* part_sums = nullptr;     // [B, tiles, kWarps]
   uint32_t* counters = nullptr;      // [B, rows], all 0 after scan_laws
-  Teams teams;                       // that nobody has joined after scan_laws
+  Teams teams;                       // of which no piece is taken after scan_laws
 };
 
 // ---- requests and rows ---

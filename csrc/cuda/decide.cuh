@@ -87,7 +87,7 @@ __device__ bool flow_through(ChainLedger* d, const NodeFacts* facts, int64_t bas
 
 // Which masses are asked for. A node with an inflow of 1 accepts for certain, so the deepest of
 // them is the only one whose residual may be drawn from. Collective over a full warp.
-__device__ void count_masses(ChainLedger* d, NodeState* nodes) {
+__device__ void choose_masses(ChainLedger* d, NodeState* nodes) {
   int32_t certain = -1;
   for (int32_t i = threadIdx.x; i < d->leaf; i += kWarp) {
     if (nodes[i].inflow >= 1.0) certain = i;
@@ -111,7 +111,7 @@ __device__ void flow_down(const VerifyParams& p, const Scratch& s, ChainLedger* 
     __syncthreads();
     if (done) break;
   }
-  if (threadIdx.x < kWarp) count_masses(d, nodes);
+  if (threadIdx.x < kWarp) choose_masses(d, nodes);
   __syncthreads();
 }
 
@@ -156,10 +156,6 @@ __device__ __attribute__((noinline)) void settle_block(const VerifyParams& p, co
     }
   }
   __syncthreads();
-}
-
-__device__ bool lacks_mass(const DrawTask& task) {
-  return needs_draw(task) && task.residual && task.mass < 0.0;
 }
 
 // ---- each block of a team ---
@@ -212,7 +208,7 @@ class ChainWalk {
  private:
   __device__ static NodeState* nodes_of(const VerifyParams& p, const Scratch& s,
                                         ChainLedger* ledger) {
-    return p.gamma < kNodesInShared ? ledger->states : s.nodes + blockIdx.x * (p.gamma + 1);
+    return p.gamma < kStatesInShared ? ledger->states : s.nodes + blockIdx.x * (p.gamma + 1);
   }
 
   __device__ __forceinline__ int32_t decide() {
@@ -228,26 +224,15 @@ class ChainWalk {
   // Asks for the masses of nodes from `first` on, as many as a round takes. If there are none, all
   // is there for the decision.
   __device__ int32_t ask(int32_t first) {
-    if (threadIdx.x < kWarp) list_summed(first);
+    if (threadIdx.x < kWarp) {
+      list_sums(
+          first, ledger_.leaf, [&](int32_t i) { return nodes_[i].summed; }, ledger_.nodes,
+          &ledger_.sums);
+    }
     __syncthreads();
     if (ledger_.sums > 0) return ledger_.sums;
     settle_block(p_, s_, &ledger_, nodes_);
     return end();
-  }
-
-  // Lists nodes whose masses are asked for; by a full warp.
-  __device__ void list_summed(int32_t first) {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x), leaf = ledger_.leaf;
-    int32_t found = 0;
-    for (int32_t base = first; base < leaf && found < kSumsAtOnce; base += kWarp) {
-      const int32_t i = base + lane;
-      const bool asks = i < leaf && nodes_[i].summed;
-      const unsigned asking = __ballot_sync(kAllLanes, asks);
-      const int32_t place = found + __popc(asking & ((1u << lane) - 1));
-      if (asks && place < kSumsAtOnce) ledger_.nodes[place] = i;
-      found += __popc(asking);
-    }
-    if (lane == 0) ledger_.sums = found < kSumsAtOnce ? found : kSumsAtOnce;
   }
 
   // Writes the outputs that are known; the number of sums that the final draw still asks for.

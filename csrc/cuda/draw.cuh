@@ -275,6 +275,11 @@ __device__ __forceinline__ bool knows_token(DrawTask* task) {
   return true;
 }
 
+// Whether a draw waits for the mass of its residual.
+__device__ __forceinline__ bool lacks_mass(const DrawTask& task) {
+  return needs_draw(task) && task.residual && task.mass < 0.0;
+}
+
 // What is drawn from: the law, or the residual in units of 1 / unit.
 template <Elements kElements, bool kTree>
 struct DrawWeights : TileWeights<kElements, kTree> {

@@ -184,6 +184,24 @@ __device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, int3
   }
 }
 
+// Lists those of the nodes [first, last) for which `asks` holds, in their order, as many as a round
+// takes. By the first warp, whose lane 0 sets their number.
+template <typename Asks, typename Node>
+__device__ void list_sums(int32_t first, int32_t last, const Asks& asks, Node* nodes,
+                          int32_t* sums) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x);
+  int32_t found = 0;
+  for (int32_t base = first; base < last && found < kSumsAtOnce; base += kWarp) {
+    const int32_t i = base + lane;
+    const bool mine = i < last && asks(i);
+    const unsigned asking = __ballot_sync(kAllLanes, mine);
+    const int32_t place = found + __popc(asking & ((1u << lane) - 1));
+    if (mine && place < kSumsAtOnce) nodes[place] = static_cast<Node>(i);
+    found += __popc(asking);
+  }
+  if (lane == 0) *sums = found < kSumsAtOnce ? found : kSumsAtOnce;
+}
+
 // The requests of this block, one after another: do_part(b, blocks of its team).
 template <typename Part>
 __device__ __forceinline__ void for_each_request(int64_t requests, const Part& do_part) {

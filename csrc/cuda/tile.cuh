@@ -416,6 +416,8 @@ __device__ __forceinline__ void sum_each_tile(int64_t first, int64_t last, T* ou
 }
 
 // The same of floats, by more shared memory and less waiting: a warp adds up several tiles at once.
+// The same bits on a device; on the host (csrc/testing) warp_sum adds lanes in another order, so
+// what shall agree to the bit goes by one of the two.
 template <typename Value>
 __device__ __forceinline__ void sum_tiles_together(int64_t first, int64_t last, double* out,
                                                    const Value& value) {

@@ -26,7 +26,6 @@ struct TreeLedger {
   int32_t sums;                // of this round
   bool ended;                  // but for the mass of its draw
   int16_t nodes[kSumsAtOnce];  // whose sums they are
-  int32_t tiles[kSumsAtOnce];
   DrawTask task;
   LawRow target, draft;      // of its node
   Pending waits[kMaxNodes];  // what a node waits for; kNothing: it does not wait
@@ -74,7 +73,11 @@ class TreeWalk {
     return ask();
   }
 
-  __device__ int32_t tiles(int32_t k) const { return ledger_.tiles[k]; }
+  __device__ int64_t tiles(int32_t k) const {
+    const int64_t v = ledger_.nodes[k];
+    const bool of_draft = !ledger_.ended && ledger_.waits[v] == Pending::kRestMass;
+    return num_tiles(of_draft ? in_token_order(draft_row(p_, nodes_.b, v)).vocab : p_.target.vocab);
+  }
 
   __device__ const DrawTask& task(int32_t k) {
     if (ledger_.ended) return ledger_.request.draw;
@@ -190,35 +193,14 @@ class TreeWalk {
   // Those that nodes wait for, in their order, as many as a round takes; or the end of the request.
   __device__ int32_t ask() {
     __syncthreads();
-    if (threadIdx.x < kWarp) list_waiting();
+    if (threadIdx.x < kWarp) {
+      list_sums(
+          0, static_cast<int32_t>(ledger_.tree.count),
+          [&](int32_t v) { return ledger_.waits[v] != Pending::kNothing; }, ledger_.nodes,
+          &ledger_.sums);
+    }
     __syncthreads();
     return ledger_.sums > 0 ? ledger_.sums : end();
-  }
-
-  // By a full warp.
-  __device__ void list_waiting() {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x);
-    const int32_t count = static_cast<int32_t>(ledger_.tree.count);
-    int32_t found = 0;
-    for (int32_t base = 0; base < count && found < kSumsAtOnce; base += kWarp) {
-      const int32_t v = base + lane;
-      const Pending pending = v < count ? ledger_.waits[v] : Pending::kNothing;
-      const unsigned waiting = __ballot_sync(kAllLanes, pending != Pending::kNothing);
-      const int32_t place = found + __popc(waiting & ((1u << lane) - 1));
-      if (pending != Pending::kNothing && place < kSumsAtOnce) {
-        ledger_.nodes[place] = static_cast<int16_t>(v);
-        ledger_.tiles[place] = tiles_of(v, pending);
-      }
-      found += __popc(waiting);
-    }
-    if (lane == 0) ledger_.sums = found < kSumsAtOnce ? found : kSumsAtOnce;
-  }
-
-  __device__ int32_t tiles_of(int64_t v, Pending pending) const {
-    const int64_t vocab = pending == Pending::kMass
-                              ? p_.target.vocab
-                              : in_token_order(draft_row(p_, nodes_.b, v)).vocab;
-    return static_cast<int32_t>(num_tiles(vocab));
   }
 
   // ---- the end ---
@@ -245,10 +227,8 @@ class TreeWalk {
     if (threadIdx.x == 0) {
       r.accepted = write_path(p_, r, tree);
       if (knows_token(&r.draw)) write_tree_token(p_, r.b, r.accepted, r.draw);
-      const bool lacks_mass = needs_draw(r.draw) && r.draw.residual && r.draw.mass < 0.0;
       ledger_.ended = true;
-      ledger_.sums = lacks_mass ? 1 : 0;
-      ledger_.tiles[0] = static_cast<int32_t>(num_tiles(r.draw.target.vocab));
+      ledger_.sums = lacks_mass(r.draw) ? 1 : 0;
     }
     __syncthreads();
     return ledger_.sums > 0 ? ledger_.sums : give_result();

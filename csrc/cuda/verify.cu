@@ -4,8 +4,8 @@
 //   laws     a block takes some tiles of one target or draft row: maximum and sum of exponentials
 //   finish   (filters) a block a row: cutoffs; the rows' laws
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
-//   decide   a block a request, and blocks that add up the residual masses it asks for
-//            (decide.cuh); a block a request alone where none is asked for (decide_alone.cuh)
+//   decide   teams of blocks that add up residual masses (decide.cuh, team.cuh); a block a request
+//            where none is asked for (decide_alone.cuh)
 //   draw     (but for the coupled rule) integer sums of the final law, tile by tile; a request's
 //            last block searches
 // so 3 for any rule without filters, and 4 with them. raw_logprobs adds 2, a reduced draft
@@ -206,7 +206,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto extras = workspace->reserve<double>(rows);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
   const auto requests = workspace->reserve<Request>(p.batch);
-  const bool long_drafts = block_rule && p.gamma >= kNodesInShared;
+  const bool long_drafts = block_rule && p.gamma >= kStatesInShared;
   const int64_t states = long_drafts ? deciding_blocks(gpu, p, s) * (p.gamma + 1) : 0;
   const auto nodes = workspace->reserve<NodeState>(states);
   const auto part_sums = workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles * kWarps);

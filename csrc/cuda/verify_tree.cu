@@ -21,7 +21,8 @@
 // Reads 2 or 4 bytes per entry of each row that is asked for, again both rows of a node for each
 // sum, and the final law's rows twice; and what masks and reduced vocabularies cost (tile.cuh).
 // Unlike the CPU's, stepwise rules (all but traversal) read the rows off their path too: waiting
-// for a decision would leave the chip idle. Writes O(rows x tiles). Numerics: as verify.cu; sums in
+// for a decision would leave the chip idle. Writes O(rows x tiles), and for trees of more than
+// kNodesInShared nodes some 200 bytes a node and visiting block. Numerics: as verify.cu; sums in
 // tile order, so that it does not matter which block does what, or when.
 #include "kernels.h"
 #include "tree_walk.cuh"
