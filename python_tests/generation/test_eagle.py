@@ -15,6 +15,7 @@ import specdec_ext
 from specdec_ext.decoding import (
     ConfidenceStop,
     EagleDrafter,
+    FixedGamma,
     GrownTree,
     HierarchicalDrafter,
     LookupDrafter,
@@ -275,6 +276,37 @@ def test_rows_are_those_without_a_cache(name, static):
     )  # fmt: skip
     assert statistics.accepted > 0 and statistics.rejected > 0
     check_rows(drafter, target, head)
+
+
+class Seldom(FixedGamma):
+    """Drafts in every third round."""
+
+    rounds = 0
+
+    def lengths(self):
+        self.rounds += 1
+        return [0 if self.rounds % 3 else n for n in super().lengths()]
+
+
+@pytest.mark.parametrize("company", ["alone", "stack"])
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@torch.inference_mode()
+def test_rounds_without_a_draft_call_no_layer(static, company):
+    """The head reads what such rounds added when it drafts again, each row its own tokens."""
+    with torch.inference_mode(False), torch.enable_grad():
+        target, head = causal_head()
+    ids, mask = prompts(RAGGED)
+    drafter = Watched(head)
+    whole = StackedDrafter(LookupDrafter(), drafter) if company == "stack" else drafter
+    policy = FixedGamma(3) if company == "stack" else Seldom(3)
+    _, statistics = specdec_ext.generate(
+        target, whole, ids, attention_mask=mask, max_new_tokens=2 * NEW, temperature=0.7,
+        seeds=4, gamma=policy, static_cache=static,
+    )  # fmt: skip
+    check_rows(drafter, target, head)
+    if company == "alone":
+        # The first tokens' call takes in what is there; each further token is a call.
+        assert drafter.calls <= 3 * (statistics.rounds // 3)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,34 @@ if TYPE_CHECKING:
     from ..cache import CachedModel
 
 __all__ = ["EagleDrafter"]
+
+
+class _Elements(NamedTuple):
+    """What the head reads: tokens, the states before them, and how many of each row count."""
+
+    tokens: Tensor  # [B, n]
+    states: Tensor  # [B, n, D]
+    counts: Counts
+
+
+def _joined(parts: Sequence[_Elements]) -> _Elements:
+    """Put the elements that count, of all parts, behind one another."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens = torch.cat([part.tokens for part in parts], 1)
+    starts = list(accumulate((part.tokens.shape[1] for part in parts), initial=0))
+    columns = [
+        [start + i for start, n in zip(starts[:-1], row, strict=True) for i in range(n)]
+        for row in zip(*(part.counts.host for part in parts), strict=True)
+    ]
+    counts = Counts.on(tokens.device, list(map(len, columns)))
+    longest = max(counts.host)
+    index = torch.tensor(
+        [row + [0] * (longest - len(row)) for row in columns], device=tokens.device
+    )
+    states = torch.cat([part.states for part in parts], 1)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    return _Elements(tokens.gather(1, index), states[rows, index], counts)
 
 
 class _FedHead:
@@ -108,9 +137,7 @@ class EagleDrafter:
         self.head = head
         self._cached: CachedModel | None = None
         self._requests: Requests
-        # Elements that the cache lacks: tokens [B, n], the states before them [B, n, D], and how
-        # many of each row count.
-        self._missing: tuple[Tensor, Tensor, Counts] | None = None
+        self._missing: list[_Elements] = []  # that the cache lacks, in their order
         self._drafted = 0  # elements in the cache that read the head's own estimates
 
     @property
@@ -133,7 +160,7 @@ class EagleDrafter:
             traits=Traits(),
             reads_features=True,
         )
-        self._missing, self._drafted = None, 0
+        self._missing, self._drafted = [], 0
         if requests.features is None:
             return
         ids, states, mask = requests.input_ids[:, 1:], requests.features, requests.attention_mask
@@ -144,16 +171,18 @@ class EagleDrafter:
         if ids.shape[1] > 1:
             self._fed.features = states[:, :-1]
             self._cached.prefill(ids[:, :-1], None if mask is None else mask[:, :-2])
-        self._missing = (ids[:, -1:], states[:, -1:], last)
+        self._missing = [_Elements(ids[:, -1:], states[:, -1:], last)]
 
     def take_features(self, features: Tensor, tokens: Tensor, gained: Counts) -> None:
-        """Take the target's states on the accepted path, in place of the head's own."""
+        """Take the target's states on the accepted path, in place of the head's own.
+
+        The layer runs over them when it drafts again: rounds without a draft cost no call of it.
+        """
         assert self._cached is not None, "start() comes first"
         if self._drafted:
             self._cached.rollback(Counts.full(len(tokens), self._drafted, tokens.device))
             self._drafted = 0
-        self._take_in()  # what no round has asked for
-        self._missing = (tokens, features, gained)
+        self._missing.append(_Elements(tokens, features, gained))
 
     def _take_in(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Run the elements that the cache lacks.
@@ -162,10 +191,10 @@ class EagleDrafter:
         ``[B]`` bool (None: all); None where none has.
         """
         assert self._cached is not None
-        if self._missing is None:
+        if not self._missing:
             return None
-        tokens, self._fed.features, counts = self._missing
-        self._missing = None
+        tokens, self._fed.features, counts = _joined(self._missing)
+        self._missing = []
         logits = self._cached.forward(tokens)
         states = self._cached.features
         assert states is not None
@@ -285,6 +314,7 @@ class EagleDrafter:
         assert self._cached is not None, "start() comes first"
         self._requests = self._requests.select(rows)
         self._cached.select(rows, indices)
-        if self._missing is not None:
-            tokens, states, counts = self._missing
-            self._missing = (tokens[rows], states[rows], counts.select(rows, indices))
+        self._missing = [
+            _Elements(tokens[rows], states[rows], counts.select(rows, indices))
+            for tokens, states, counts in self._missing
+        ]
