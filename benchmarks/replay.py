@@ -38,8 +38,9 @@ from specdec_ext.commands.pair import Prompt, as_prompt, left_padded, load_pair
 from specdec_ext.commands.prompt_files import read_prompts
 from specdec_ext.decoding import RenewalRule, Requests
 from specdec_ext.decoding.counts import Counts
+from specdec_ext.decoding.drafting import allowed, draft_allowed
 from specdec_ext.decoding.hosting import host_model
-from specdec_ext.decoding.policies import as_policy, weighed
+from specdec_ext.decoding.policies import as_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -156,9 +157,9 @@ def ours_on(text: Text, drafter: Any, gamma: Any) -> Propose:
             policy.commit([drafted], [len(new) - 1])
             drafter.commit(torch.tensor([new]), Counts.on(CPU, [len(new) - 1]))
             known = len(written)
-        length = min(policy.lengths()[0], max(most, 0))
-        draft = drafter.propose(length, torch.tensor([start + known]))
-        row: list[int] = weighed(policy, draft, [length]).tokens[0].tolist()
+        room = allowed(policy, drafter, [max(most, 0)])
+        draft = draft_allowed(policy, drafter, room, torch.tensor([start + known]), None)
+        row: list[int] = draft.tokens[0].tolist()
         row = row[: row.index(-1)] if -1 in row else row
         drafted = len(row)
         return row

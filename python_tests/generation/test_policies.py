@@ -24,11 +24,11 @@ from specdec_ext.decoding import (
     RenewalRule,
     StackedDrafter,
     SuffixDrafter,
-    chain_generation,
+    drafting,
 )
 from specdec_ext.decoding.drafters import estimates_chances
 from specdec_ext.decoding.drafters.model import ModelDrafter
-from specdec_ext.decoding.policies import weighed
+from specdec_ext.decoding.drafting import weighed
 
 POLICIES = {
     "fixed": lambda: FixedGamma(2),
@@ -358,9 +358,9 @@ def test_control_tokens_that_were_drawn_are_left_out(monkeypatch):
         specdec_ext.generate(
             target, Drawn(draft), torch.tensor([[1]]), max_new_tokens=4, temperature=1.0
         )
-    monkeypatch.setattr(chain_generation, "check_draft", lambda *_: None)
+    monkeypatch.setattr(drafting, "check_draft", lambda *_: None)
     assert p_value(target, Drawn(draft), gamma=Cuts()) > ALPHA
-    monkeypatch.setattr(chain_generation, "weighed", carelessly_weighed)
+    monkeypatch.setattr(drafting, "weighed", carelessly_weighed)
     assert p_value(target, Drawn(draft), gamma=Cuts()) < ALPHA
 
 

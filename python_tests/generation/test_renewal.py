@@ -112,7 +112,8 @@ def factor_of_a_text(calls: tuple, c: float, alpha: float, seed: int, gamma=None
 def test_a_short_text_is_hardly_slower_than_plain_decoding(calls, alpha):
     """Whatever calls cost and the draft is worth; without the rule that may cost half of it."""
     c = 0.1 * CALLS[calls][0]
-    mean = statistics.mean(factor_of_a_text(CALLS[calls], c, alpha, seed) for seed in range(40))
+    # One text's factor varies by 0.04: the mean of 200 is known to 0.003.
+    mean = statistics.mean(factor_of_a_text(CALLS[calls], c, alpha, seed) for seed in range(200))
     assert mean > 0.97
     if calls == "float32" and alpha < 0.3:
         fixed = (factor_of_a_text(CALLS[calls], c, alpha, seed, gamma=2) for seed in range(40))
@@ -394,18 +395,10 @@ def test_renewal_in_the_loop():
 
 def drafted_by(policy: RenewalRule, chances: list[float], times: dict[int, float]) -> int:
     """Return what the rule keeps of a draft, behind rounds of these times by their length."""
-    now = [0.0]
-    policy._clock = lambda: now[0]
     policy.start(1)
     for _ in range(30):
         for n, seconds in times.items():
-            policy.lengths()
-            policy.keep([[0.5] * n])
-            now[0] += seconds
-            policy.commit([n], [0])
-    policy.estimates.__init__()  # what these rounds told of chances is not meant
-    policy.estimates.start(1)
-    policy._tokens, policy._time, policy._idle = [1.0], 1.0, 0
+            policy.kept_drafts.times.observe(n, seconds)
     policy.lengths()
     return policy.keep([chances])[0]
 
@@ -444,25 +437,13 @@ def test_estimates_that_never_come_true_are_no_longer_believed():
     assert any(kept[100:])  # it is tried again
 
 
-def test_a_drafter_that_estimates_is_always_asked():
-    """Another one is not, once the rule sees that this one does not estimate."""
-    policy = RenewalRule(8, clock=lambda: 0.0)
-    policy.start(1)
-    policy.lengths()
-    policy.keep([[0.01] * 8])
-    policy.commit([0], [0])
-    assert policy.lengths() == [8] and policy.go_on is None
-    policy.commit([8], [0])  # drafted, and nothing was estimated
-    assert policy.lengths() != [8]
-
-
 def test_chances_of_a_batch_count_together():
     """Two requests together are worth a call too long for one, and both keep their draft."""
     for batch, kept in ((1, 0), (2, 2)):
         policy = RenewalRule(8, clock=lambda: 0.0)
         policy.start(batch)
         policy.lengths()
-        policy._rho = 1.0  # as if a round emitted one token, whatever the batch
+        policy.kept_drafts._rho = 1.0  # as if a round emitted one token, whatever the batch
         # 0.54 and 0.29 of each request, for 1.4 (1 + 2 / 10) - 1 = 0.68 and a half of that before
         assert policy.keep([[0.62, 0.5]] * batch) == [kept] * batch
 

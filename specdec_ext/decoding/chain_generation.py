@@ -21,10 +21,11 @@ from ..contract import (
 from . import arguments
 from .alpha import AlphaSamples
 from .counts import Counts
-from .drafters import Draft, Requests, check_draft, last_tokens, reads_features
+from .drafters import Draft, Requests, last_tokens, reads_features
+from .drafting import Allowed, allowed, draft_allowed
 from .grammar_masks import GrammarMasks, hidden
 from .options import Settings
-from .policies import GammaPolicy, weighed
+from .policies import GammaPolicy
 from .processors import Processors
 from .stats import Clock, Statistics
 from .texts import Texts, on_the_host
@@ -259,15 +260,14 @@ class ChainGeneration:
 
     def step(self) -> list[Burst]:
         """One round: every running request gains between 1 and gamma + 1 tokens."""
-        lengths = self._lengths()
+        most = self._allowed()
+        lengths = most.lengths
         ragged = min(lengths) < max(lengths)
         # Copied while the device is idle: later, the copy would wait for both models.
         cut = torch.tensor(lengths, device=self.positions.device) if ragged else None
 
         self.clock.start("draft")
-        draft = self.drafter.propose(max(lengths), self.positions, self.policy.go_on)
-        check_draft(draft, self.drafter, len(lengths), max(lengths))
-        draft = weighed(self.policy, draft, lengths)
+        draft = draft_allowed(self.policy, self.drafter, most, self.positions, self.policy.go_on)
         gamma = draft.tokens.shape[1]  # it may have had fewer to propose
         # Read before the target runs: later, the host would wait for that as well.
         drafted_ids = draft.tokens.tolist() if self.looks_at_drafts else []
@@ -324,11 +324,10 @@ class ChainGeneration:
         self._commit(verified.tokens, accepted, bursts)
         return bursts
 
-    def _lengths(self) -> list[int]:
+    def _allowed(self) -> Allowed:
         """Return how many draft tokens each request may take; the final token counts, too."""
-        remaining = (self.limits[b] - len(self.new[b]) for b in self.running)
-        allowed = zip(self.policy.lengths(), remaining, strict=True)
-        return [min(length, left - 1) for length, left in allowed]
+        rooms = [self.limits[b] - len(self.new[b]) - 1 for b in self.running]
+        return allowed(self.policy, self.drafter, rooms)
 
     @property
     def looks_at_drafts(self) -> bool:

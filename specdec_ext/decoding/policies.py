@@ -34,7 +34,7 @@ from torch import Tensor
 
 from .. import theory
 from .checks import integer, number_in, shown
-from .drafters import Draft, GoOn
+from .drafters import GoOn
 from .thresholds import MovingThreshold
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "MOST_DRAFTED",
     "as_policy",
     "confidence",
-    "weighed",
 ]
 
 #: `specdec_ext.verify` takes no longer chains: so many coins are kept apart.
@@ -61,8 +60,10 @@ class GammaPolicy(Protocol):
     and the loop calls `commit` once. `select` is called between rounds, when requests have ended.
 
     A policy may have one method more, ``keep(chances) -> list of int``. It is called between the
-    two where the drafter has estimated the chances of its tokens (``Draft.chances``), of each
-    request those that `lengths` allowed, and returns how many of them each request keeps.
+    two where a drafter has estimated the chances of its tokens (``Draft.chances``), of up to
+    ``limit`` tokens a request, and returns how many of them each request keeps. So `lengths` are
+    for drafters that estimate none. Where several drafters of a `StackedDrafter` estimate, it is
+    called for each, with no chances of requests that others serve.
     """
 
     @property
@@ -121,38 +122,6 @@ def as_policy(name: str, gamma: Any, low: int = 0) -> GammaPolicy:
         raise TypeError(f"{name} must have {lacking[0]}(), as policies do, got {shown(gamma)}")
     policy: GammaPolicy = gamma
     return policy
-
-
-def weighed(policy: GammaPolicy, draft: Draft, lengths: Sequence[int]) -> Draft:
-    """Cut a draft that says what the chances of its tokens are, where the policy wants to.
-
-    Parameters
-    ----------
-    policy : GammaPolicy
-        Any; one without ``keep`` cuts nothing.
-    draft : Draft
-        What was proposed.
-    lengths : sequence of int
-        How many tokens of each request count.
-
-    Returns
-    -------
-    Draft
-        Its first tokens; all of them where it holds drawn tokens, which must not be left out.
-    """
-    keep = getattr(policy, "keep", None)
-    if keep is None or draft.chances is None or draft.logits is not None:
-        return draft
-    chances = [row[:n] for row, n in zip(draft.chances, lengths, strict=True)]
-    kept = keep(chances)
-    if kept == [len(row) for row in chances]:
-        return draft
-    tokens = draft.tokens[:, : max(kept)]
-    if min(kept) < max(kept):
-        places = torch.arange(max(kept), device=tokens.device)
-        ends = torch.tensor(kept, device=tokens.device)
-        tokens = tokens.masked_fill(places >= ends[:, None], -1)
-    return Draft(tokens, chances=[row[:n] for row, n in zip(chances, kept, strict=True)])
 
 
 # --- fixed lengths, and draft-side stops ------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, zip_longest
-from operator import mul
 
 import torch
 from torch import Tensor
@@ -13,7 +11,8 @@ from torch import Tensor
 from .calibration import Calibration, RoundTimes
 from .checks import integer, number_in, shown
 from .drafters import GoOn
-from .estimates import Estimates, odds, probability
+from .estimates import odds, probability
+from .kept_drafts import KeptDrafts
 from .policies import MOST_DRAFTED, confidence
 
 __all__ = ["RenewalRule"]
@@ -49,9 +48,11 @@ class RenewalRule:
 
     **Drafters that estimate.** One that runs no model and tells the chances of its tokens
     (``Draft.chances``: a `SuffixDrafter`, say) always proposes what it has, and `keep` leaves out
-    what is not worth the longer call of the target: of all lengths it takes the one whose P, summed
-    up, exceed rho times the measured time the most. The chances are corrected by what became of
-    earlier ones (`Estimates`). The longer nothing was worth it, the less it has to be.
+    what is not worth the longer call of the target: see `KeptDrafts`. The chances are corrected by
+    what became of earlier ones (`Estimates`). In a `StackedDrafter` such a drafter may stand before
+    a model. Each of the two has its own costs and its own rho then, and for the model rounds of
+    copies do not count: what it may draft where there is nothing to copy does not depend on how
+    fast copies are.
 
     **What looking costs.** To read a token's confidence the host waits for the device. Where that
     takes more than it is expected to gain, drafts get the length that the mean rates make best, and
@@ -84,12 +85,12 @@ class RenewalRule:
     Attributes
     ----------
     times : RoundTimes
-        What rounds cost, by the length of their drafts.
+        What rounds cost, by the length of their drafts; of drafters that estimate no chances.
     table : Calibration
         How often draft tokens of a confidence are accepted.
-    estimates : Estimates
-        How good drafters' own estimates are. All three are kept from one generation to the next:
-        keep the rule, too.
+    kept_drafts : KeptDrafts
+        What is known of drafters that estimate their tokens' chances. All three are kept from one
+        generation to the next: keep the rule, too.
 
     Notes
     -----
@@ -120,7 +121,6 @@ class RenewalRule:
     EXPLORE = 8  # every so many rounds one is run differently, to learn from it
     KNOWN = 8  # tested draft tokens from which drafts may have any length
     FIRST = 0.5, 4.0  # acceptance rate that is believed in at first, and trials that count so
-    SETUP = 1.4  # begun rounds that drafts with estimates have to be worth until that is measured
     LEAST = 0.01  # tokens that a further draft token must be expected to add, whatever it costs
     CREDIT = 1.0  # plain rounds' time that trials may lose at first
     DEBT = 3.0  # that is remembered at most: what two trials lose, each of a draft token of c = 1.5
@@ -140,30 +140,30 @@ class RenewalRule:
         memory = integer("RenewalRule: memory", memory, low=2)
         if not callable(clock):
             raise TypeError(f"RenewalRule: clock must be a callable, got {shown(clock)}")
-        self.times, self.table, self.estimates = RoundTimes(c), Calibration(), Estimates()
+        self.times, self.table = RoundTimes(c), Calibration()
+        self.kept_drafts = KeptDrafts(c, 8 * self.probe, memory)
         self._keep, self._clock = 1 - 1 / memory, clock
         self._everyone = _Trials(1 - 1 / (8 * memory))
         # Of looking at confidence, a round: tokens that it gains, and seconds that it takes.
         self._worth = self._price = 0.0
         self._was_asked = True  # whether the drafter called go_on when it last had the chance
-        self._estimated = False  # whether it estimated its tokens' chances when it last had any
-        self._idle = 0  # rounds since one drafted that chances were estimated of
         self._credit, self._tries = self.CREDIT, True  # plain rounds that trials may lose
-        self._knows_plain = False  # whether a plain round was timed
+        self._knows_plain = self._knows_cost = False  # whether a round without, with one was timed
         self._cap = min(2, self.limit)  # longest draft while nothing is known
         self.start(0)
 
     def start(self, batch: int) -> None:
         """Begin a generation, keeping what is known of the models."""
         self.times.part()
-        self.estimates.start(batch)
+        self.kept_drafts.start(batch)
         self._round = 0
         self._trials = [_Trials(self._keep) for _ in range(batch)]
-        # Moving sums: tokens of each request, time in begun rounds, time in seconds.
+        # Moving sums over rounds without estimated drafts: tokens of each request, time in plain
+        # rounds, time in seconds.
         self._tokens, self._time, self._seconds = [1.0] * batch, 1.0, 0.0
-        self._plain = 0  # plain rounds since the last one that drafted
-        self._untimed = False  # whether the last round drafted, and its time said nothing
-        self._drafted = 0  # tokens of the longest draft of the last round
+        self._since = 0  # rounds since the last one that drafted without estimates
+        self._untimed = False  # whether the last round did, and its time said nothing
+        self._drafted = 0  # tokens of its longest draft
 
     def lengths(self) -> list[int]:
         """Return the most that each request may draft in this round; the clock starts."""
@@ -171,31 +171,31 @@ class RenewalRule:
         self._paths: list[float] = []  # sum over the requests of P(b, j), for j = 1, 2, ...
         self._seen: list[list[int | None] | None] = []  # bin of confidence, by token and request
         self._asked = 0.0  # seconds that go_on took in this round
-        self._chances: Sequence[Sequence[float]] | None = None  # estimated by the drafter
+        self.kept_drafts.begin()
         rho = self._look_ahead()
-        self._best = 0 if self._estimated else self._best_length(rho)
-        self._may_ask = not self._estimated and self._is_worth_asking()
-        # Where chances are estimated of all that is proposed, `keep` decides.
-        length = self.limit if self._estimated else self._length(rho)
-        self._lengths = [
-            length if self._estimated or alpha >= self._share else 0 for alpha in self._alphas
-        ]
-        if not (self._best or self._estimated) and self._knows_plain and self._is_trial():
+        self._best = self._best_length(rho)
+        self._may_ask = self._is_worth_asking()
+        length = self._length(rho)
+        self._lengths = [length if alpha >= self._share else 0 for alpha in self._alphas]
+        if not self._best and self._knows_plain and self._is_trial():
             trial = self._trial_length()
             self._lengths = [max(length, trial) for length in self._lengths]
         self._survival = [float(length > 0) for length in self._lengths]
         return list(self._lengths)
 
     def _look_ahead(self) -> float:
-        """Work out what is expected of this round's tokens, and of time; return rho."""
+        """Work out what is expected of this round's tokens, and of time.
+
+        Returns rho, in tokens per plain round.
+        """
         prior = self._everyone.rate(*self.FIRST)
         self._alphas = [trials.rate(prior, self.PRIOR) for trials in self._trials]
         self._odds = list(map(odds, self.table.rates()))
         self._factors = [odds(alpha) / odds(prior) for alpha in self._alphas]
         batch = len(self._alphas)
         # At least the rate of plain decoding, which is always to be had.
-        self._rho = rho = max(sum(self._tokens) / self._time, self.times.setup * batch)
-        self._needed = rho * self.times.c  # what the sum of all P must reach
+        rho = max(sum(self._tokens) / self._time, float(batch))
+        self._needed = rho * self.times.setup * self.times.c  # what the sum of all P must reach
         self._share = self._needed / max(batch, 1) ** 2  # what a request's own P must reach
         return rho
 
@@ -220,7 +220,7 @@ class RenewalRule:
             if sum(survival) < self.LEAST:
                 break
             gain += sum(survival)
-            worth = gain - rho / self.times.setup * (self.times.relative(n) - 1)
+            worth = gain - rho * (self.times.relative(n) - 1)
             if worth > best:
                 best, length = worth, n
         return length
@@ -228,7 +228,7 @@ class RenewalRule:
     def _explored(self, length: int, rho: float) -> int:
         """Return ``length``, or another one where too little is known of what others cost."""
         turn = self._round % self.EXPLORE == 0
-        gain = rho / len(self._alphas)
+        gain = rho * self.times.setup / len(self._alphas)
         if self.times.plain_silent >= 2 * gain * self.probe:
             return 0
         if self._round > 1 and not self._knows_plain:
@@ -286,54 +286,66 @@ class RenewalRule:
             What the drafter estimates that each token's chance is to be accepted, given that those
             before it are. They are corrected by what became of earlier estimates.
         """
-        self._chances, self._estimated = chances, True
-        paths = [list(accumulate(row, mul)) for row in self.estimates.corrected(chances)]
-        length = self._worth_keeping([sum(at) for at in zip_longest(*paths, fillvalue=0.0)])
-        return [min(length, len(row)) for row in chances]
-
-    def _worth_keeping(self, paths: Sequence[float]) -> int:
-        """Return the best draft length, given the sum of all P(b, j), for j = 1, 2, ...
-
-        The longer no draft was worth it, the less it has to be, so that this is tried again.
-        """
-        price = self._rho / self.times.setup * max(1 - self._idle / (8 * self.probe), 0.0)
-        first = 1.0 if self.times.plain_seen else self.SETUP
-        gains = [
-            gain - price * (first * self.times.relative(n) - 1)
-            for n, gain in enumerate(accumulate(paths), start=1)
-        ]
-        best = max(gains, default=0.0)
-        return gains.index(best) + 1 if best > 0 else 0
+        return self.kept_drafts.keep(chances)
 
     def commit(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from how many tokens were drafted and accepted; the clock stops."""
         seconds = self._clock() - self._begun
-        steps = self._drafted = max(drafted, default=0)
-        # The first draft behind plain rounds also runs the tokens that the draft has missed: its
-        # time says nothing of the others. The first round runs the prompts.
-        free = steps == 0 or self._chances is not None
-        self._untimed = self._round > 1 and not free and self._plain > 1
-        if self._round > 1 and not self._untimed:
-            self.times.observe(steps, seconds)
-            self._knows_plain |= steps == 0
-        self._plain = 0 if steps else self._plain + 1
+        serves = self.kept_drafts.serves(drafted)
+        # What drafters proposed that estimate no chances, and what was accepted of it.
+        own = [0 if served else n for n, served in zip(drafted, serves, strict=True)]
+        taken = [0 if served else n for n, served in zip(accepted, serves, strict=True)]
+        steps, longest = max(own, default=0), max(drafted, default=0)
+        self._untimed = False
+        if not any(serves):
+            self._time_own(steps, seconds)
+        elif not steps and self._round > 1:
+            self.kept_drafts.times.observe(longest, seconds)
+        relative = (self.times if steps else self.kept_drafts.times).relative(longest)
+        self.kept_drafts.commit(drafted, accepted, relative)
+        if steps or not any(serves):
+            self._drafted = steps
         if self._may_ask and steps > 1:
             self._was_asked = bool(self._seen)
-        self._account(steps, drafted, accepted)
-        self._calibrate(drafted, accepted)
-        self._learn_estimates(steps, drafted, accepted)
+        self._account(steps, own, taken)
+        self._calibrate(own, taken)
         self._appraise(steps)
-        tested = [min(taken + 1, n) for n, taken in zip(drafted, accepted, strict=True)]
-        if steps:
-            self._everyone.add(sum(accepted), sum(tested))
-        spent = self.times.relative(steps) / self.times.setup
-        self._time = self._keep * self._time + spent
+        self._count(own, taken)
+        if not any(serves):
+            self._add_to_rho(accepted, relative, seconds)
+
+    def _time_own(self, steps: int, seconds: float) -> None:
+        """Learn from the time of a round without estimated drafts."""
+        # The first draft behind rounds without one also runs the tokens that the draft has missed:
+        # its time says nothing of the others, unless nothing better is known. The first round runs
+        # the prompts.
+        self._untimed = self._round > 1 and steps > 0 and self._since > 1 and self._knows_cost
+        if self._round > 1 and not self._untimed:
+            self.times.observe(steps, seconds)
+            self._knows_cost |= steps > 0
+        if self._round > 1 and not steps:
+            self.kept_drafts.times.observe(0, seconds)
+            self._knows_plain = True
+
+    def _count(self, own: Sequence[int], taken: Sequence[int]) -> None:
+        """Count what was tested and accepted of drafts without estimates, and rounds without."""
+        tested = [min(yes + 1, n) for n, yes in zip(own, taken, strict=True)]
+        if any(own):
+            self._everyone.add(sum(taken), sum(tested))
+        for trials, yes, n in zip(self._trials, taken, tested, strict=True):
+            if n:
+                trials.add(yes, n)
+        self._since = 0 if any(own) else self._since + 1
+
+    def _add_to_rho(self, accepted: Sequence[int], relative: float, seconds: float) -> None:
+        """Add a round's tokens and time to the moving sums."""
+        self._time = self._keep * self._time + relative
         if self._round > 1:  # the first round runs the prompts, too
             self._seconds = self._keep * self._seconds + seconds
-        for b, taken in enumerate(accepted):
-            if tested[b]:
-                self._trials[b].add(taken, tested[b])
-            self._tokens[b] = self._keep * self._tokens[b] + taken + 1
+        self._tokens = [
+            self._keep * tokens + taken + 1
+            for tokens, taken in zip(self._tokens, accepted, strict=True)
+        ]
 
     def _is_trial(self) -> bool:
         """Tell whether a round drafts although that is not expected to pay.
@@ -365,14 +377,6 @@ class RenewalRule:
     @property
     def _knows_acceptance(self) -> bool:
         return max(self._everyone.tested, self.table.trials) > self.KNOWN
-
-    def _learn_estimates(self, steps: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Compare what the drafter estimated with what verification made of it."""
-        self._estimated = self._chances is not None or (self._estimated and steps == 0)
-        self._idle = 0 if steps else self._idle + 1
-        for b, row in enumerate(self._chances or ()):
-            tested = [j < accepted[b] for j in range(min(accepted[b] + 1, drafted[b]))]
-            self.estimates.observe(b, row[: len(tested)], tested)
 
     def _appraise(self, steps: int) -> None:
         """Note what confidence gained in this round, if it was what ended the draft."""
@@ -407,7 +411,7 @@ class RenewalRule:
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         self.times.part()  # rounds of fewer requests take another time
-        self.estimates.select(indices)
+        self.kept_drafts.select(indices)
         self._trials = [self._trials[b] for b in indices]
         self._tokens = [self._tokens[b] for b in indices]
 

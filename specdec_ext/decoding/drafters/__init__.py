@@ -1,6 +1,7 @@
 """Where draft tokens come from: one drafter a file; `Drafter` is what the loop needs of each."""
 
 from .interface import (
+    ByChance,
     Draft,
     Drafter,
     FeatureDrafter,
@@ -14,6 +15,7 @@ from .interface import (
     asked_for_some,
     check_draft,
     estimates_chances,
+    estimates_some_chances,
     last_tokens,
     lengthened,
     prefix_or_drawn,
@@ -24,6 +26,7 @@ from .model import as_drafter
 from .parts import check_distinct
 
 __all__ = [
+    "ByChance",
     "Draft",
     "Drafter",
     "FeatureDrafter",
@@ -39,6 +42,7 @@ __all__ = [
     "check_distinct",
     "check_draft",
     "estimates_chances",
+    "estimates_some_chances",
     "last_tokens",
     "lengthened",
     "asked_for_some",

@@ -14,7 +14,8 @@ from ...contract import RULES, rule_names
 from ..alpha import AlphaSamples
 from ..checks import flag
 from ..counts import Counts
-from ..policies import GammaPolicy, as_policy, weighed
+from ..drafting import Allowed, allowed, draft_allowed
+from ..policies import GammaPolicy, as_policy
 from ..transfer import Transfer
 from . import (
     Draft,
@@ -235,8 +236,9 @@ class HierarchicalDrafter(ModelDrafter):
         assert self._cached is not None, "start() comes first"
         positions = self._keys(positions, number, found)
         asked = not (self.refill and number)
-        lengths = self._draft_lengths(found) if asked else [0] * len(found.wanted)
-        draft = self._draft(lengths, positions)
+        most = self._allowed(found, asked)
+        lengths = most.lengths
+        draft = self._draft(most, positions)
         gamma = draft.tokens.shape[1]
         feed = torch.cat([self._missing, draft.tokens], 1)
         logits = self._cached.forward(feed, last_only=gamma == 0)[:, -1 - gamma :]
@@ -261,17 +263,20 @@ class HierarchicalDrafter(ModelDrafter):
         self._missing = last_tokens(tokens, accepted, 1)
         found.add(tokens, logits, bursts)
 
-    def _draft_lengths(self, found: Proposals) -> list[int]:
+    def _allowed(self, found: Proposals, asked: bool) -> Allowed:
         """Return how many tokens each request may draft; 0 where it has all its tokens already."""
-        allowed = zip(self.policy.lengths(), self._room(), found.unfinished, strict=True)
-        return [min(length, room) if more else 0 for length, room, more in allowed]
+        if not asked:
+            return Allowed([0] * len(found.wanted), [0] * len(found.wanted))
+        unfinished = zip(self._room(), found.unfinished, strict=True)
+        return allowed(self.policy, self.draft, [room if more else 0 for room, more in unfinished])
 
-    def _draft(self, lengths: list[int], positions: Tensor) -> Draft:
+    def _draft(self, most: Allowed, positions: Tensor) -> Draft:
         """Have the drafter propose so many tokens."""
         go_on = self.policy.go_on
-        if go_on is not None and min(lengths) == 0:
-            go_on = asked_for_some(go_on, torch.tensor(lengths, device=positions.device) > 0)
-        return weighed(self.policy, self.draft.propose(max(lengths), positions, go_on), lengths)
+        if go_on is not None and min(most.lengths) == 0:
+            going = torch.tensor(most.lengths, device=positions.device) > 0
+            go_on = asked_for_some(go_on, going)
+        return draft_allowed(self.policy, self.draft, most, positions, go_on)
 
     def _keys(self, positions: Tensor, number: int, found: Proposals) -> Tensor:
         """Return the positions that key an inner round's randomness: each round has its own."""

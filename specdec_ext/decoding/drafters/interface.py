@@ -36,7 +36,9 @@ __all__ = [
     "asked_for_some",
     "over_the_target",
     "check_draft",
+    "ByChance",
     "estimates_chances",
+    "estimates_some_chances",
     "reads_features",
     "without_padding",
 ]
@@ -332,6 +334,22 @@ class Draft(NamedTuple):
     chances: Sequence[Sequence[float]] | None = None
 
 
+class ByChance(NamedTuple):
+    """What a drafter is told that holds some drafters that estimate chances and some that do not.
+
+    Attributes
+    ----------
+    weigh : callable
+        Leaves out what is not worth its time of a draft with chances. A request that keeps nothing
+        is the next drafter's.
+    unestimated : list of int
+        The most tokens of each request that drafters propose which estimate no chances.
+    """
+
+    weigh: Callable[[Draft], Draft]
+    unestimated: list[int]
+
+
 def check_draft(draft: Any, drafter: Any, batch: int, gamma: int) -> None:
     """Check that what a drafter proposed is a `Draft` of ``batch`` requests.
 
@@ -599,6 +617,11 @@ def prefix_or_drawn(prefix: Tensor | None, drawn: Tensor, i: int) -> Tensor:
 def estimates_chances(drafter: Any) -> bool:
     """Tell whether every draft of a drafter comes with chances, see `Draft`."""
     return bool(getattr(drafter, "estimates_chances", False))
+
+
+def estimates_some_chances(drafter: Any) -> bool:
+    """Tell whether a drafter takes `ByChance`: whether it holds drafters of both kinds."""
+    return bool(getattr(drafter, "estimates_some_chances", False))
 
 
 def reads_features(drafter: Any) -> bool:

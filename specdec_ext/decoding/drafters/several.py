@@ -56,9 +56,14 @@ class Share(NamedTuple):
     used: Counts
 
     @classmethod
-    def of(cls, draft: Draft, rows: Tensor) -> Share:
-        """Use all of a draft for the requests ``rows`` ``[B]`` bool, and nothing for the others."""
+    def of(cls, draft: Draft, rows: Tensor, most: Sequence[int] | None = None) -> Share:
+        """Use a draft for the requests ``rows`` ``[B]`` bool, and nothing for the others.
+
+        Of each request all of it is used, or the ``most`` that is allowed.
+        """
         proposed = (draft.tokens >= 0).long().cumprod(1).sum(1)
+        if most is not None and min(most) < draft.tokens.shape[1]:
+            proposed = proposed.minimum(torch.tensor(most, device=rows.device))
         used = torch.where(rows, proposed, 0)
         return cls(draft, Counts(used.tolist(), used))
 

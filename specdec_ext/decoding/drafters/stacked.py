@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import flag
 from ..counts import Counts
-from . import Draft, GoOn, as_drafter, asked_for_some
+from . import ByChance, Draft, GoOn, as_drafter, asked_for_some, estimates_chances
 from .several import SeveralDrafters, Share
 
 __all__ = ["StackedDrafter"]
@@ -27,6 +27,11 @@ class StackedDrafter(SeveralDrafters):
     The output keeps the target's law under every lossless rule: which drafter serves a request
     depends on whether there is a proposal, never on the value of a sampled token. The host waits
     for the device once for every drafter that is asked.
+
+    **Policies.** A policy that cuts drafts by their tokens' chances (`RenewalRule`) decides for
+    drafters that estimate them (a `SuffixDrafter`, say) and for the others apart: a copy is taken
+    where it is worth the target's longer call, and a model behind it drafts where that pays for its
+    own calls, too. A request of whose copy nothing is kept is the next drafter's.
 
     As a level of a hierarchy each drafter takes tokens back by its own `RevisableDrafter.revise`,
     so that a model's cache is rolled back instead of being filled again. A drafter without that
@@ -72,17 +77,41 @@ class StackedDrafter(SeveralDrafters):
                 "propose() takes no prefix"
             )
 
-    def propose(self, gamma: int, positions: Tensor, go_on: GoOn | None = None) -> Draft:
+    @property
+    def estimates_some_chances(self) -> bool:
+        """Whether some of its drafters estimate chances and some do not, see `ByChance`.
+
+        Where the last one continues the others' proposals, its tokens are in every draft.
+        """
+        some = any(map(estimates_chances, self.drafters)) and not self.estimates_chances
+        return some and not self.continued
+
+    def propose(
+        self,
+        gamma: int,
+        positions: Tensor,
+        go_on: GoOn | None = None,
+        by_chance: ByChance | None = None,
+    ) -> Draft:
         """Propose up to ``gamma`` tokens a request; the drafters that sample ask ``go_on``."""
         self._shares = {}
         without = torch.ones_like(positions, dtype=torch.bool)
         ahead = len(self.drafters) - self.continued
         for k, drafter in enumerate(self.drafters[:ahead]):
             asked = None if go_on is None else asked_for_some(go_on, without)
-            draft = drafter.propose(gamma, positions, asked)
-            self._shares[k] = share = Share.of(draft, without)
+            if by_chance is None:
+                share = Share.of(drafter.propose(gamma, positions, asked), without)
+            elif estimates_chances(drafter):
+                draft = _of_some(drafter.propose(gamma, positions, asked), self._is_served)
+                share = Share.of(by_chance.weigh(draft), without)
+            elif any(by_chance.unestimated):
+                most = by_chance.unestimated
+                share = Share.of(drafter.propose(max(most), positions, asked), without, most)
+            else:
+                continue
+            self._shares[k] = share
             without = without & (share.used.device == 0)
-            if self._served() == positions.shape[0]:
+            if all(self._is_served):
                 break
         merged = self._merged(positions)
         if self.continued and not _is_full(merged.tokens, gamma):
@@ -92,11 +121,20 @@ class StackedDrafter(SeveralDrafters):
             merged = self._merged(positions)
         return merged
 
-    def _served(self) -> int:
-        """Return how many requests have a draft."""
-        return sum(
+    @property
+    def _is_served(self) -> list[bool]:
+        """Whether each request has a draft; of no requests before a drafter was asked."""
+        return list(
             map(any, zip(*(share.used.host for share in self._shares.values()), strict=True))
         )
+
+
+def _of_some(draft: Draft, is_served: list[bool]) -> Draft:
+    """Return a draft with chances without those of requests that have one already."""
+    if not any(is_served):
+        return draft
+    rows = zip(draft.chances or (), is_served, strict=True)
+    return draft._replace(chances=[[] if served else row for row, served in rows])
 
 
 def _is_full(tokens: Tensor, gamma: int) -> bool:

@@ -1,0 +1,102 @@
+"""How much of a draft is worth the target's call whose tokens' chances the drafter estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, zip_longest
+from operator import mul
+
+from .calibration import RoundTimes
+from .estimates import Estimates
+
+__all__ = ["KeptDrafts"]
+
+
+class KeptDrafts:
+    """Keeps of drafts with estimated chances what is worth the longer call of the target.
+
+    Such drafts cost nothing themselves. Of all lengths n, `keep` takes the one whose expected
+    tokens exceed rho (t(n) - t(0)) the most, where t(n) is the measured time of a round of n draft
+    tokens and rho the tokens that the batch emits per time.
+
+    Parameters
+    ----------
+    c : float
+        First guess of the time that a draft token takes, in begun rounds (`RoundTimes`).
+    patience : int
+        Rounds without a draft after which nothing more is asked of one, so that drafts are tried
+        again: the longer nothing was worth it, the less it has to be.
+    memory : int
+        Rounds after which a round weighs 1/e in rho.
+
+    Attributes
+    ----------
+    times : RoundTimes
+        What rounds of such drafts cost, by their length.
+    estimates : Estimates
+        How good drafters' own estimates are.
+    """
+
+    SETUP = 1.4  # plain rounds that a begun round counts as until that is measured
+
+    def __init__(self, c: float, patience: int, memory: int) -> None:
+        self.times, self.estimates = RoundTimes(c), Estimates()
+        self._patience, self._remembered = patience, 1 - 1 / memory
+        self._idle = 0  # rounds since one of such a draft
+        self.start(0)
+
+    def start(self, batch: int) -> None:
+        """Begin a generation, keeping what is known."""
+        self.times.part()
+        self.estimates.start(batch)
+        self._tokens, self._time = [1.0] * batch, 1.0  # moving sums; time in plain rounds
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._kept: list[Sequence[float]] = [()] * len(self._tokens)
+        # At least the rate of plain decoding, which is always to be had.
+        self._rho = max(sum(self._tokens) / self._time, len(self._tokens))
+
+    def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """Return how many tokens of each request to keep, given estimates of their chances."""
+        paths = [list(accumulate(row, mul)) for row in self.estimates.corrected(chances)]
+        length = self._best([sum(at) for at in zip_longest(*paths, fillvalue=0.0)])
+        kept = [row[:length] for row in chances]
+        self._kept = [new or old for new, old in zip(kept, self._kept, strict=True)]
+        return list(map(len, kept))
+
+    def _best(self, paths: Sequence[float]) -> int:
+        """Return the best draft length, given the sum of all P(b, j), for j = 1, 2, ..."""
+        price = self._rho * max(1 - self._idle / self._patience, 0.0)
+        first = 1.0 if self.times.plain_seen else self.SETUP
+        gains = [
+            gain - price * (first * self.times.relative(n) - 1)
+            for n, gain in enumerate(accumulate(paths), start=1)
+        ]
+        best = max(gains, default=0.0)
+        return gains.index(best) + 1 if best > 0 else 0
+
+    def serves(self, drafted: Sequence[int]) -> list[bool]:
+        """Tell which requests of a round have such a draft, given what each drafted."""
+        return [bool(row) and n > 0 for row, n in zip(self._kept, drafted, strict=True)]
+
+    def commit(self, drafted: Sequence[int], accepted: Sequence[int], plain_rounds: float) -> None:
+        """Learn from a round, which took as long as so many plain rounds."""
+        serves = self.serves(drafted)
+        self._idle = 0 if any(serves) else self._idle + 1
+        for b, row in enumerate(self._kept):
+            if serves[b]:
+                tested = [j < accepted[b] for j in range(min(accepted[b] + 1, drafted[b]))]
+                self.estimates.observe(b, row[: len(tested)], tested)
+        self._time = self._remembered * self._time + plain_rounds
+        self._tokens = [
+            self._remembered * tokens + taken + 1
+            for tokens, taken in zip(self._tokens, accepted, strict=True)
+        ]
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        self.times.part()
+        self.estimates.select(indices)
+        self._tokens = [self._tokens[b] for b in indices]
