@@ -234,12 +234,13 @@ class Launched:
     def scale(self) -> float:
         """What all blocks do, relative to what the sample does.
 
-        Measured in barriers: blocks that have nothing to do meet at none.
+        Blocks that have nothing to do meet at no barrier, and the others count alike: what they
+        read does not go with the number of their barriers.
         """
-        of_sample = sum(self.meetings[run.block] for run in self.block_runs)
+        of_sample = sum(self.meetings[run.block] > 0 for run in self.block_runs)
         if of_sample == 0:
             return self.blocks / len(self.block_runs)
-        return sum(self.meetings) / of_sample
+        return sum(number > 0 for number in self.meetings) / of_sample
 
     @property
     def block_runs(self) -> list[Any]:
