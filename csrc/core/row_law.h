@@ -114,8 +114,7 @@ SPECDEC_HD float min_p_cutoff(float max, double temperature, double min_p) {
   return round_up(static_cast<double>(max) + temperature * log(min_p));
 }
 
-// ---- radix selection
-// ------------------------------------------------------------------------------
+// ---- radix selection ---
 
 constexpr int kRadixLevels = 3;
 constexpr int kRadixBins = 1 << 11;

@@ -60,8 +60,7 @@ struct Scratch {
         group_max(p.batch * p.width * tiles * kGroupsOfTile) {}
 };
 
-// ---- rows
-// -----------------------------------------------------------------------------------------
+// ---- rows ---
 
 template <typename Entries>
 TileSweep scan_entries(const Entries& entries, int64_t groups, bool log_probs, float* group_max) {
@@ -104,8 +103,7 @@ void combine_tiles(Task* task, const TileSweep* tiles, int64_t n, bool log_probs
   task->law.log_z = static_cast<float>(log(z));
 }
 
-// ---- offers
-// ---------------------------------------------------------------------------------------
+// ---- offers ---
 
 // The lowest of the `rank` highest maxima of groups: so many entries at least are not below it.
 float highest_floor(const float* group_max, int64_t groups, int64_t rank) {
@@ -163,8 +161,7 @@ void add_ends(const BeamVerifyParams& p, const Task& task, OfferList* ends) {
   }
 }
 
-// ---- levels
-// ---------------------------------------------------------------------------------------
+// ---- levels ---
 
 // A request's known beams become tasks, if there is a level to decide; returns how many.
 int64_t add_tasks(const BeamVerifyParams& p, int64_t b, int64_t num_tasks, Scratch* scratch) {
@@ -257,8 +254,7 @@ void decide_level(const BeamVerifyParams& p, int64_t level, Scratch* scratch) {
   for (int64_t b = 0; b < p.batch; ++b) decide_request(p, b, level, scratch);
 }
 
-// ---- requests
-// -------------------------------------------------------------------------------------
+// ---- requests ---
 
 void clear_outputs(const BeamVerifyParams& p) {
   for (int64_t i = 0; i < p.batch * p.levels * p.width; ++i) {

@@ -24,8 +24,7 @@ Range groups_of(const Ranks& ranks, int64_t rank, const Row& row) {
   return {first(tiles.begin), first(tiles.end)};
 }
 
-// ---- few logits
-// ------------------------------------------------------------------------------------
+// ---- few logits ---
 
 // A list that did not fit.
 constexpr int64_t kTooMany = kMaxCandidates + 1;
@@ -133,8 +132,7 @@ void cut_among_few(const ThreadPool& pool, CutoffTask* const* tasks, int64_t n) 
   });
 }
 
-// ---- histograms
-// ------------------------------------------------------------------------------------
+// ---- histograms ---
 
 // A search in a sum of histograms over ranks goes by blocks of bins first: two short sums are
 // exchanged instead of a long one.

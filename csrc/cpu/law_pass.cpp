@@ -40,8 +40,7 @@ bool may_sweep(const LawTask& task) {
          temperature <= kMaxSweepTemperature;
 }
 
-// ---- one sweep
-// ------------------------------------------------------------------------------------
+// ---- one sweep ---
 
 // Number of entries above a logit. Counts within a tile stay far below 2^24: exact in fp32.
 template <typename Entries>

@@ -11,8 +11,7 @@ namespace SPECDEC_CPU_ISA {
 constexpr int64_t kMaxCandidates = 2048;
 constexpr int64_t kMaxCandidateTopK = 512;
 
-// ---- selection in a short list
-// --------------------------------------------------------------------
+// ---- selection in a short list ---
 
 // A few logits of a row, padded to whole groups with entries of weight 0.
 struct Candidates {
@@ -81,8 +80,7 @@ inline uint64_t candidate_masses(const Candidates& candidates, const RowLaw& law
   return total;
 }
 
-// ---- tiles of a row
-// ---------------------------------------------------------------------------
+// ---- tiles of a row ---
 
 // Calls visit(x, n) on some tiles of a row, x padded to whole groups.
 template <typename Visit>
@@ -151,8 +149,7 @@ inline void fill_level_by_mass(const Row& row, const ExpWeight& weight, Range ti
   fill_level(row, tiles, selection, level, prepare, mass_of, histogram);
 }
 
-// ---- top-k
-// ----------------------------------------------------------------------------------------
+// ---- top-k ---
 
 // Collects the logits >= floor from those of some groups that hold any; false if they do not fit.
 inline bool collect_above(const Row& row, const float* group_max, float floor, Range groups,
@@ -174,8 +171,7 @@ inline bool collect_above(const Row& row, const float* group_max, float floor, R
 // candidates are known: all logits that a small top-k may keep, in their order.
 void cut_candidates(const Candidates& candidates, const Filters& filters, RowLaw* law);
 
-// ---- top-p
-// ----------------------------------------------------------------------------------------
+// ---- top-p ---
 
 // Bins of equal width in log-weight, 51 to the octave: finer than the first digit of a key where
 // the mass is. Weights below 2^-40 have no mass and share the last bin.
@@ -248,8 +244,7 @@ inline bool collect_bin(const Row& row, Range tiles, const LogWeightBin& bin_of,
 // The lowest logit of a bin's candidates within the bound, `above` being the mass above the bin.
 float cut_bin(const Candidates& candidates, const RowLaw& law, uint64_t above, uint64_t bound);
 
-// ---- both
-// -----------------------------------------------------------------------------------------
+// ---- both ---
 
 inline void raise(float* cutoff, float value) { *cutoff = value > *cutoff ? value : *cutoff; }
 

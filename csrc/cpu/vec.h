@@ -101,8 +101,7 @@ inline bool all_lanes(VecI mask) {
   return all != 0;
 }
 
-// ---- 16-bit floats
-// --------------------------------------------------------------------------------
+// ---- 16-bit floats ---
 
 inline VecF widen_bfloat16(VecH bits) { return (VecF)(__builtin_convertvector(bits, VecU) << 16); }
 

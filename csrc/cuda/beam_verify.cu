@@ -17,8 +17,7 @@ namespace {
 
 using namespace SPECDEC_CPU_ISA;
 
-// ---- offers as numbers
-// ----------------------------------------------------------------------------
+// ---- offers as numbers ---
 
 // 0: no offer. Otherwise the higher one goes before (core/beam.h): the bits of the score in the
 // order of integers, then, complemented, the place and the token.
@@ -61,8 +60,7 @@ __device__ __forceinline__ void take_best(const Visit& visit, int64_t wanted, Ke
   }
 }
 
-// ---- what lasts from level to level
-// ---------------------------------------------------------------
+// ---- what lasts from level to level ---
 
 struct Search {
   Beam* beams;         // [B, W]; those of a request that is over are not live
@@ -95,8 +93,7 @@ struct Rows {
   }
 };
 
-// ---- begin
-// ----------------------------------------------------------------------------------------
+// ---- begin ---
 
 __device__ void clear_outputs(const BeamVerifyParams& p, int64_t b) {
   const int64_t size = p.levels * p.width;
@@ -133,8 +130,7 @@ __global__ void __launch_bounds__(kThreads) begin_search(const BeamVerifyParams 
   s.counters[b] = 0;
 }
 
-// ---- a beam's offers
-// ------------------------------------------------------------------------------
+// ---- a beam's offers ---
 
 // A beam whose row is known.
 struct Task {
@@ -232,8 +228,7 @@ __device__ __forceinline__ void choose_offers(const BeamVerifyParams& p, const L
   }
 }
 
-// ---- a level
-// --------------------------------------------------------------------------------------
+// ---- a level ---
 
 struct LevelMemory {
   Key live[kMaxBeams];

@@ -62,8 +62,7 @@ __device__ __forceinline__ bool find_bin(CutoffMemory* memory, uint64_t bound, u
   return true;
 }
 
-// ---- where entries come from
-// ----------------------------------------------------------------------
+// ---- where entries come from ---
 
 // Every source calls visit(x) for its entries, each in one thread.
 
@@ -97,8 +96,7 @@ struct RowSource {
   }
 };
 
-// ---- selections
-// -----------------------------------------------------------------------------------
+// ---- selections ---
 
 // The largest value for which the weight of all entries >= it, `above` included, reaches the bound;
 // false if there is none. weigh(x) gives an entry's weight.
@@ -141,8 +139,7 @@ __device__ __forceinline__ void raise(float* cutoff, float value) {
   *cutoff = value > *cutoff ? value : *cutoff;
 }
 
-// ---- candidates
-// -----------------------------------------------------------------------------------
+// ---- candidates ---
 
 // Appends the entries of a vector that are wanted(x); their number may pass what fits.
 template <typename Wanted>
@@ -231,8 +228,7 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
   return out->count <= kMaxCandidates;
 }
 
-// ---- floors: no kept entry lies below
-// -------------------------------------------------------------
+// ---- floors: no kept entry lies below ---
 
 // At least k groups, hence k entries, reach the k-th largest group maximum. Found among 2,048 bins
 // between the extremes; any bins will do, as the lowest maximum in those that are kept is the
@@ -285,8 +281,7 @@ __device__ inline float kept_floor(CutoffMemory* memory, const Row& row, const F
   return floor;
 }
 
-// ---- top-p over a row
-// -----------------------------------------------------------------------------
+// ---- top-p over a row ---
 
 // Bins of equal width in log-weight, 51 to the octave; weights below 2^-40 share the first bin.
 struct LogWeightBin {
@@ -344,8 +339,7 @@ __device__ __attribute__((noinline)) float top_p_in_row(CutoffMemory* memory, co
   return cutoff;
 }
 
-// ---- all filters
-// ----------------------------------------------------------------------------------
+// ---- all filters ---
 
 // z, and the entropy in nats where `entropy` is not null, of what a law keeps.
 template <typename Source>

@@ -167,12 +167,14 @@ class ChainWalk {
   __device__ ChainWalk(const VerifyParams& p, const Scratch& s, int64_t b, ChainLedger* ledger)
       : p_(p), s_(s), b_(b), ledger_(*ledger), nodes_(nodes_of(p, s, ledger)) {}
 
-  // What earlier launches found is needed from the laws on.
-  __device__ __forceinline__ void begin() {
+  // What earlier launches found is needed from the laws on, and that nobody has taken a piece.
+  template <typename Act>
+  __device__ __forceinline__ void begin(const Act& act) {
     Request& r = ledger_.request;
     open_in_block(p_, b_, &r);
     clear_outputs(p_, b_, threadIdx.x, kThreads);
     wait_for_launch_before();
+    act();
     find_laws(p_, s_, r);
     if (threadIdx.x == 0) ledger_.ended = false;
     __syncthreads();  // before accept_probs are written
@@ -265,7 +267,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     decide(const __grid_constant__ VerifyParams p, const __grid_constant__ Scratch s) {
   __shared__ SharedArray<ChainLedger, 1> ledger;
   let_next_launch_begin();
-  if (s.teams.sums > 0) wait_for_launch_before();  // nobody has taken a piece
   for_each_request(p.batch, [&](int64_t b, int32_t members) {
     ChainWalk walk(p, s, b, ledger.data());
     work_in_team<kElements, false>(s.teams, b, members, &walk);

@@ -48,8 +48,7 @@ __device__ __forceinline__ bool wants_sum(const Row& row, const Filters& filters
          (!has_filter(filters) || (has_top_p(filters) && !has_top_k(filters)));
 }
 
-// ---- one tile
-// -------------------------------------------------------------------------------------
+// ---- one tile ---
 
 // What to look for in a row; one word, because registers are short.
 enum Look : uint32_t {
@@ -382,8 +381,7 @@ __device__ __forceinline__ void scan_tiles(const Row& row, const Filters& filter
   }
 }
 
-// ---- a row
-// ----------------------------------------------------------------------------------------
+// ---- a row ---
 
 // Sums of a row's tiles against the row's maximum: z, what of it is in other tiles than one, and
 // sum of weight * log2(weight).

@@ -20,8 +20,7 @@ struct RaceTask : LawRow {
   Race race;
 };
 
-// ---- the first of many
-// ----------------------------------------------------------------------------
+// ---- the first of many ---
 
 // In every lane.
 __device__ __forceinline__ Runner first_of_warp(Runner best) {
@@ -47,8 +46,7 @@ __device__ __forceinline__ Runner first_of_block(Runner best) {
   return best;
 }
 
-// ---- bounds
-// ---------------------------------------------------------------------------------------
+// ---- bounds ---
 
 // Relative error 2^-22, for divisors from 2^-126 on.
 __device__ __forceinline__ float quick_quotient(float a, float b) {
@@ -93,8 +91,7 @@ __device__ __forceinline__ void bound_pair(const RaceTask& task, int64_t entry, 
   x[1] = least_time(heads[1], x[1]);
 }
 
-// ---- a row
-// ----------------------------------------------------------------------------------------
+// ---- a row ---
 
 __device__ __forceinline__ int64_t entry_at(int64_t tile, int j) {
   return tile * kTile + vector_offset<Layout::kStriped>(j / kVector) + j % kVector;

@@ -83,9 +83,7 @@ class Member {
       : state_(teams.states + b),
         masses_(teams.masses + b * teams.sums * teams.tiles),
         tiles_(static_cast<int32_t>(teams.tiles)),
-        members_(members) {
-    if (teams.sums > 0) look_ahead();
-  }
+        members_(members) {}
 
   // Where the masses of a sum of this round lie, tile by tile.
   __device__ double* masses(int64_t sum) const { return masses_ + sum * tiles_; }
@@ -117,7 +115,7 @@ class Member {
     return turn;
   }
 
-  // Asks for a piece.
+  // Asks for a piece, the first time once the launch before has ended.
   __device__ void look_ahead() {
     if (threadIdx.x == 0) next_ = atomicAdd(&state_->taken, 1u);
   }
@@ -156,16 +154,19 @@ class Member {
   uint32_t next_ = 0;  // this block's; known to its first thread
 };
 
-// Does a block's part for a request. `walk` decides, with all threads of the block: after begin(),
-// next(masses, first) takes in the masses that were asked for, if it is not the first time, and
-// gives the number of those that are asked for then, at most kSumsAtOnce. task(k) of these gives
-// one, in shared memory, and tiles(k) its tiles.
+// Does a block's part for a request. `walk` decides, with all threads of the block: begin(act)
+// calls act() once the launch before has ended, and its threads meet after that. Then next(masses,
+// first) takes in the masses that were asked for, if it is not the first time, and gives the number
+// of those that are asked for then, at most kSumsAtOnce. task(k) of these gives one, in shared
+// memory, and tiles(k) its tiles.
 template <Elements kElements, bool kTree, typename Walk>
 __device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, int32_t members,
                                              Walk* walk) {
   __shared__ double masses[kSumsAtOnce];
   Member block(teams, b, members);
-  walk->begin();
+  walk->begin([&] {
+    if (teams.sums > 0) block.look_ahead();
+  });
   for (bool first = true;; first = false) {
     const int32_t sums = walk->next(masses, first);
     if (sums == 0) return;

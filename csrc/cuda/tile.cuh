@@ -27,8 +27,7 @@ constexpr int kBlocksAt128Registers = 512 / kThreads;
 
 constexpr int kTileGroups = static_cast<int>(kTile) / kGroup;
 
-// ---- who takes which tiles
-// ------------------------------------------------------------------------
+// ---- who takes which tiles ---
 
 // The place in an array [_, columns].
 struct Place2d {
@@ -120,8 +119,7 @@ __device__ __forceinline__ bool is_last_block(uint32_t* counter, int64_t blocks)
   return last;
 }
 
-// ---- entries of a tile
-// ----------------------------------------------------------------------------
+// ---- entries of a tile ---
 
 // What the rows of a launch are, which the host knows: plain ones (no mask, no reduced vocabulary)
 // of one type, so that a kernel has no code for others; or any; or any, and lists.
@@ -316,8 +314,7 @@ __device__ __forceinline__ void exclude_all(const Row& row, int64_t tile, const 
   for (int64_t i = 0; i < list.count; ++i) exclude<kLayout>(row, tile, list.tokens[i], x);
 }
 
-// ---- weights
-// --------------------------------------------------------------------------------------
+// ---- weights ---
 
 // 2^t for t <= 0, 0 below the normal range; exact at 0, relative error 2^-22.
 __device__ __forceinline__ float exp2_weight(float t) {
@@ -378,8 +375,7 @@ __device__ __forceinline__ float residual_unit(double mass) {
   return fminf(0x1p62f / static_cast<float>(mass), 0x1p127f);
 }
 
-// ---- one value a tile
-// -----------------------------------------------------------------------------
+// ---- one value a tile ---
 
 // Tiles whose threads' results wait for one barrier together.
 constexpr int kTilesAtOnce = 8;

@@ -52,7 +52,9 @@ class TreeWalk {
 
   // ---- for team.cuh ---
 
-  __device__ __forceinline__ void begin() {
+  template <typename Act>
+  __device__ __forceinline__ void begin(const Act& act) {
+    act();
     copy_tree();
     open_visits();
   }
