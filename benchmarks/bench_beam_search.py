@@ -132,7 +132,7 @@ class Task(NamedTuple):
 def task_of(arguments: argparse.Namespace) -> Task:
     """Open the shipped pair, one that is named, or a trained family with its test split."""
     if arguments.target is not None or str(arguments.family) == SHIPPED:
-        pair = load_pair(arguments.target, arguments.draft, alone=arguments.draft is None)
+        pair = load_pair(arguments.target, arguments.draft, needs_draft=arguments.draft is not None)
         prompts = [prompt.ids for prompt in find_prompts(pair)[: arguments.sentences]]
         drafts = {} if pair.draft is None else {arguments.draft or "the pair's draft": pair.draft}
         return Task(arguments.target or "the pair's target", pair.target, drafts, prompts, None)

@@ -319,7 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts["command"] = " ".join(["bench_chat.py", *(arguments or sys.argv[1:])])
     for name, value in facts.items():
         print(f"{name}: {value}")
-    pair = load_pair(options.target, options.draft, options.device, alone=True, dtype=options.dtype)
+    pair = load_pair(
+        options.target, options.draft, options.device, needs_draft=False, dtype=options.dtype
+    )
     prompts = read(pair, options.prompts)
     records: list[dict[str, Any]] = []
     parts, status = [], 0

@@ -185,7 +185,7 @@ def theirs_on(text: Text, gamma: int) -> Propose:
 
 def record(options: argparse.Namespace) -> None:
     """Decode prompts plainly, some at a time, and write the texts after each batch."""
-    pair = load_pair(options.target, device=options.device, alone=True)
+    pair = load_pair(options.target, device=options.device, needs_draft=False)
     prompts: list[tuple[str, Prompt]] = [
         (path.stem, as_prompt(pair, given, chat=True))
         for path in options.prompts
@@ -262,7 +262,7 @@ def speeds(runs: Sequence[Played]) -> dict[str, float]:
 
 def measure_times(options: argparse.Namespace) -> None:
     """Time calls of the target behind a prompt, of 1 token and more, by turns."""
-    pair = load_pair(options.target, device=options.device, alone=True)
+    pair = load_pair(options.target, device=options.device, needs_draft=False)
     ids = torch.arange(1, options.prompt + 1)[None].to(pair.device)
     found: dict[int, list[float]] = {rows: [] for rows in options.rows}
     with torch.inference_mode():

@@ -50,7 +50,7 @@ def main():
     given = parser.parse_args()
     if given.draft and not given.target:
         parser.error("--draft needs --target")
-    pair = load_pair(given.target, given.draft, alone=True)
+    pair = load_pair(given.target, given.draft, needs_draft=False)
     tokenizer, drafter = pair.tokenizer, pair.drafter  # copies of the text without a draft
     if tokenizer.chat_template is None:
         tokenizer.chat_template = COMMENTS

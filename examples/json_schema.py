@@ -88,7 +88,7 @@ def main():
     parser.add_argument("--draft", help="folder of a smaller one over the same tokens")
     given = parser.parse_args()
     torch.manual_seed(0)
-    pair = load_pair(given.target, given.draft, alone=True)
+    pair = load_pair(given.target, given.draft, needs_draft=False)
     schema = SCHEMA if given.schema is None else json.loads(given.schema.read_text())
     size = pair.target.config.vocab_size
     grammar = grammar_of(given.engine, schema, pair.tokenizer, size)

@@ -66,7 +66,7 @@ def test_a_target_alone_takes_the_short_prompts(capsys):
         "--target", target, "--max-new-tokens", 4, "--gamma", 2, "--repeats", 1, "--json"
     )
     pair, prompts = bench.load_named(
-        args, texts=[Given(text, text) for text in bench.PROMPTS], alone=True
+        args, texts=[Given(text, text) for text in bench.PROMPTS], needs_draft=False
     )
     assert pair.draft is None and pair.draft_tokenizer is None
     assert [prompt.text for prompt in prompts] == list(bench.PROMPTS)

@@ -267,7 +267,7 @@ def test_the_command_writes_the_page(here, tmp_path):  # noqa: F811
 def test_a_target_alone_is_drafted_for_by_lookup(pair, recorded, tmp_path, capsys):  # noqa: F811
     args = options_of(pair, "--temperature=0", f"--html={tmp_path / 'page.html'}")
     args.draft = None
-    assert isinstance(load_pair(args.target, alone=True).drafter, SuffixDrafter)
+    assert isinstance(load_pair(args.target, needs_draft=False).drafter, SuffixDrafter)
     assert demo.run(args) == 0
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "SuffixDrafter(), copies of the text" in text and "those of temperature 1" in text

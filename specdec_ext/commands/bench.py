@@ -130,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
     given = None if args.prompts is None else read_prompts(*args.prompts)
     if given is None and (args.chat or args.target is not None):
         given = [Given(f"prompt {n}", text) for n, text in enumerate(PROMPTS, start=1)]
-    alone = args.drafter != "model" or args.draft is not None
-    pair, prompts = load_named(args, texts=given, alone=alone)
+    needs_draft = args.drafter == "model" and args.draft is None
+    pair, prompts = load_named(args, texts=given, needs_draft=needs_draft)
     if len(prompts) < 2:
         raise ValueError(f"a standard error is over prompts: give 2 at least, got {len(prompts)}")
     return _report(pair, prompts, args)

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     for gamma in args.gamma:
         check_gamma(gamma)
     check_generation(args.temperature, args.seed, args.max_new_tokens)
-    return _report(*load_named(args, alone=True), args)
+    return _report(*load_named(args, needs_draft=False), args)
 
 
 def _report(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:

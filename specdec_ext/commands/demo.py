@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     check_gamma(args.gamma)
     check_generation(args.temperature, args.seed, args.max_new_tokens)
     given = None if args.prompts is None else read_prompts(*args.prompts)
-    pair, prompts = load_named(args, texts=given, alone=True)
+    pair, prompts = load_named(args, texts=given, needs_draft=False)
     if not prompts:
         raise ValueError("there are no prompts in the files of --prompts")
     if args.race or args.html is not None:

@@ -192,26 +192,19 @@ def load_pair(
     target_path: str | None = None,
     draft_path: str | None = None,
     device: str = "cpu",
-    alone: bool = False,
+    needs_draft: bool = True,
     dtype: str | None = None,
 ) -> Pair:
     """Load two checkpoints over the same tokens; those of `find_pair` where none are named.
 
-    ``alone``: a target may be named without a draft model, which is None then: with decoding heads
-    in its place, or with nothing. ``dtype``: what the models compute in, a name of torch's; None:
-    float32 on CPUs, elsewhere what the checkpoints say.
+    ``needs_draft``: there must be a draft model; otherwise decoding heads do as well, or nothing
+    but a target. ``dtype``: what the models compute in, a name of torch's; None: float32 on CPUs,
+    elsewhere what the checkpoints say.
     """
-    if (target_path is None) != (draft_path is None) and (target_path is None or not alone):
+    named = target_path is not None, draft_path is not None
+    if named == (False, True) or (named == (True, False) and needs_draft):
         raise ValueError("--target and --draft go together")
-    shipped = target_path is None
-    target = find_pair() / "target" if target_path is None else checkpoint(target_path)
-    if shipped:
-        draft: Path | None = find_pair() / "draft"
-    else:
-        draft = None if draft_path is None else _draft_checkpoint(draft_path)
-    for folder in (target, draft):
-        if folder is not None and not folder.is_dir():
-            raise ValueError(f"no checkpoint at {folder}")
+    target, draft = _checkpoints(target_path, draft_path)
     try:
         import transformers
     except ImportError as error:
@@ -222,37 +215,50 @@ def load_pair(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # Half precision is slow on many CPUs, and greedy choices then tie.
-    whole = shipped or torch.device(device).type == "cpu"
+    whole = target_path is None or torch.device(device).type == "cpu"
     kind = dtype or ("float32" if whole else "auto")
-    beside = target.parent / "tokenizer"
-    words = beside if beside.is_dir() else target
-    card = target.parent / "pair.json"
 
     def model(folder: Path, auto: Any = transformers.AutoModelForCausalLM) -> Any:
         found: Any = auto.from_pretrained(folder, dtype=kind, local_files_only=True)
         return found.eval().to(device)
 
-    def loaded(load: Callable[[Any], Any], path: Path) -> Any:
-        try:
-            return load(path)
-        except Exception as error:  # files that are broken bring errors of all kinds
-            raise ValueError(f"cannot load {path}: {first_line(error)}") from error
-
     def tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
-    read = loaded(lambda path: json.loads(path.read_text()), card) if card.is_file() else None
-    heads_path = draft if draft and loaded(_are_heads, draft) else None
-    if heads_path and not alone:
+    beside, card = target.parent / "tokenizer", target.parent / "pair.json"
+    read = _loaded(lambda path: json.loads(path.read_text()), card) if card.is_file() else None
+    heads_path = draft if draft and _loaded(_are_heads, draft) else None
+    if heads_path and needs_draft:
         raise ValueError(f"--draft must be a language model here, got decoding heads in {draft}")
     return Pair(
-        loaded(model, target),
-        loaded(model, draft) if draft and not heads_path else None,
-        loaded(tokenizer, words),
+        _loaded(model, target),
+        _loaded(model, draft) if draft and not heads_path else None,
+        _loaded(tokenizer, beside if beside.is_dir() else target),
         _find(read, "held_out_modules") or ["textwrap", "heapq", "calendar", "fractions"],
-        loaded(tokenizer, draft) if draft and has_tokenizer(draft) else None,
-        loaded(partial(model, auto=transformers.AutoModel), heads_path) if heads_path else None,
+        _loaded(tokenizer, draft) if draft and has_tokenizer(draft) else None,
+        _loaded(partial(model, auto=transformers.AutoModel), heads_path) if heads_path else None,
     )
+
+
+def _checkpoints(target_path: str | None, draft_path: str | None) -> tuple[Path, Path | None]:
+    """Find the folders of a target and a draft, which must be there."""
+    draft: Path | None
+    if target_path is None:
+        target, draft = find_pair() / "target", find_pair() / "draft"
+    else:
+        target = checkpoint(target_path)
+        draft = None if draft_path is None else _draft_checkpoint(draft_path)
+    for folder in (target, draft):
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"no checkpoint at {folder}")
+    return target, draft
+
+
+def _loaded(load: Callable[[Path], Any], path: Path) -> Any:
+    try:
+        return load(path)
+    except Exception as error:  # files that are broken bring errors of all kinds
+        raise ValueError(f"cannot load {path}: {first_line(error)}") from error
 
 
 def _are_heads(folder: Path) -> bool:
@@ -289,7 +295,7 @@ def _find(tree: Any, key: str) -> Any:
 
 
 def load_named(
-    args: argparse.Namespace, texts: Sequence[Given] | None = None, *, alone: bool = False
+    args: argparse.Namespace, texts: Sequence[Given] | None = None, *, needs_draft: bool = True
 ) -> tuple[Pair, list[Prompt]]:
     """Load the models that a command line names on its device, and find what they complete.
 
@@ -300,11 +306,11 @@ def load_named(
         `specdec_ext.commands.frame.add_pair_arguments`.
     texts : sequence of Given, optional
         What to complete, if it is known.
-    alone : bool
-        Whether a target may be named without a draft.
+    needs_draft : bool
+        See `load_pair`.
     """
     check_device(args.device)
-    pair = load_pair(args.target, args.draft, args.device, alone, args.dtype)
+    pair = load_pair(args.target, args.draft, args.device, needs_draft, args.dtype)
     if texts is None:
         return pair, find_prompts(pair, getattr(args, "prompt", None))
     chat = getattr(args, "chat", False)
