@@ -174,8 +174,8 @@ class ChainWalk {
     open_in_block(p_, b_, &r);
     clear_outputs(p_, b_, threadIdx.x, kThreads);
     wait_for_launch_before();
-    act();
     find_laws(p_, s_, r);
+    act();
     if (threadIdx.x == 0) ledger_.ended = false;
     __syncthreads();  // before accept_probs are written
   }

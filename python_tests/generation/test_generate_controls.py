@@ -33,6 +33,7 @@ from specdec_ext.decoding.cache import CachedModel
 from specdec_ext.decoding.chain_generation import ChainGeneration, last_tokens
 from specdec_ext.decoding.counts import Counts
 from specdec_ext.decoding.drafters.model import ModelDrafter
+from specdec_ext.decoding.drafting import allowed
 from specdec_ext.decoding.processors import Processors
 from specdec_ext.decoding.stopping import Stops
 
@@ -249,7 +250,10 @@ def test_overshoot(monkeypatch, new):
     def emitted(self, b, outcome):
         return outcome.tokens[: outcome.accepted + 1]
 
-    monkeypatch.setattr(ChainGeneration, "_lengths", lambda self: self.policy.lengths())
+    def roomy(self):
+        return allowed(self.policy, self.drafter, [1000] * len(self.running))
+
+    monkeypatch.setattr(ChainGeneration, "_allowed", roomy)
     monkeypatch.setattr(ChainGeneration, "_emitted", emitted)
     must_fail(check_limit, new)
 
