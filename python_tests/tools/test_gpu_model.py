@@ -633,7 +633,8 @@ def test_blocks_that_have_nothing_to_do_count_for_nothing():
 
     assert scale([4, 4, 0, 0], [0]) == 2  # four blocks, of which two do something
     assert scale([4, 4, 0, 0], [0, 2]) == 2
-    assert scale([3, 3, 3, 9], [3]) == 4
+    assert scale([8, 8, 8, 8, 2, 2], [0, 5]) == 4  # two see that they have nothing to do
+    assert scale([3, 3, 3, 9], [3]) == 4  # one does something besides
     assert scale([0, 0, 0, 0], [1, 2]) == 2  # nothing is known but their number
 
 

@@ -234,13 +234,15 @@ class Launched:
     def scale(self) -> float:
         """What all blocks do, relative to what the sample does.
 
-        Blocks that have nothing to do meet at no barrier, and the others count alike: what they
-        read does not go with the number of their barriers.
+        Blocks that have nothing to do meet at few barriers, less than half of those of the middle
+        block. The others count alike: what they read does not go with the number of their barriers.
         """
-        of_sample = sum(self.meetings[run.block] > 0 for run in self.block_runs)
+        middle = statistics.median(self.meetings)
+        is_busy = [number > 0 and 2 * number >= middle for number in self.meetings]
+        of_sample = sum(is_busy[run.block] for run in self.block_runs)
         if of_sample == 0:
             return self.blocks / len(self.block_runs)
-        return sum(number > 0 for number in self.meetings) / of_sample
+        return sum(is_busy) / of_sample
 
     @property
     def block_runs(self) -> list[Any]:
