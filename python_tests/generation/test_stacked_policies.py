@@ -8,6 +8,7 @@ import pytest
 import torch
 from generate_models import TableModel, tables
 from test_generate_law import ALPHA, p_value
+from test_policies import Cuts
 
 import specdec_ext
 from specdec_ext import theory
@@ -53,15 +54,15 @@ class Scripted:
         pass
 
 
-class Halves:
-    """Allows drafters without estimates what it is given, and keeps chances of at least a half."""
-
-    limit, go_on = 3, None
+class Halves(Cuts):
+    """Allows drafters without estimates what it is given; remembers the chances that it weighs."""
 
     def __init__(self, *lengths: int) -> None:
         self._lengths, self.seen = list(lengths), []
+        self.start(len(lengths))
 
     def start(self, batch):
+        super().start(batch)
         if len(self._lengths) == 1:  # the same for all
             self._lengths *= batch
 
@@ -70,12 +71,10 @@ class Halves:
 
     def keep(self, chances):
         self.seen.append([list(row) for row in chances])
-        return [next((n for n, p in enumerate(row) if p < 0.5), len(row)) for row in chances]
-
-    def commit(self, drafted, accepted):
-        pass
+        return super().keep(chances)
 
     def select(self, indices):
+        super().select(indices)
         self._lengths = [self._lengths[i] for i in indices]
 
 

@@ -1,4 +1,4 @@
-"""What `RenewalRule` learns: how long a draft token takes, and how often one is accepted."""
+"""What `RenewalRule` learns: what rounds take and emit, and how often a draft token is accepted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
-__all__ = ["Calibration", "RoundTimes"]
+__all__ = ["Calibration", "RoundTimes", "TokenRate"]
 
 
 class RoundTimes:
@@ -165,6 +165,57 @@ class _LastMedian:
         """The least value that, with those under it, has half of the weight."""
         sums = list(accumulate([weight for _, weight in self._ordered]))
         return self._ordered[bisect_left(sums, sums[-1] / 2)][0]
+
+
+class TokenRate:
+    """Learns rho, the tokens that a batch emits per time: a moving sum over a moving sum.
+
+    Time is in plain rounds.
+
+    Parameters
+    ----------
+    memory : int
+        Rounds after which a round weighs 1/e.
+
+    Examples
+    --------
+    >>> rate = TokenRate(memory=10**9)
+    >>> rate.start(1)
+    >>> for _ in range(99):
+    ...     rate.add([2], 1.5)
+    >>> round(rate.rho, 1)
+    2.0
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._keep = 1 - 1 / memory
+        self.start(0)
+
+    def start(self, batch: int) -> None:
+        """Begin a generation, as if it had had one plain round."""
+        self._tokens, self._time = [1.0] * batch, 1.0
+
+    @property
+    def tokens(self) -> float:
+        """The moving sum of the batch's tokens."""
+        return sum(self._tokens)
+
+    @property
+    def rho(self) -> float:
+        """The rate; at least that of plain decoding, which is always to be had."""
+        return max(self.tokens / self._time, float(len(self._tokens)))
+
+    def add(self, accepted: Sequence[int], time: float) -> None:
+        """Count a round."""
+        self._time = self._keep * self._time + time
+        self._tokens = [
+            self._keep * tokens + taken + 1
+            for tokens, taken in zip(self._tokens, accepted, strict=True)
+        ]
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep only these requests."""
+        self._tokens = [self._tokens[b] for b in indices]
 
 
 class Calibration:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
 
-from .calibration import RoundTimes
+from .calibration import RoundTimes, TokenRate
 from .estimates import Estimates
 
 __all__ = ["KeptDrafts"]
@@ -41,7 +41,7 @@ class KeptDrafts:
 
     def __init__(self, c: float, patience: int, memory: int) -> None:
         self.times, self.estimates = RoundTimes(c), Estimates()
-        self._patience, self._remembered = patience, 1 - 1 / memory
+        self._patience, self._rate = patience, TokenRate(memory)
         self._idle = 0  # rounds since one of such a draft
         self.start(0)
 
@@ -49,14 +49,14 @@ class KeptDrafts:
         """Begin a generation, keeping what is known."""
         self.times.part()
         self.estimates.start(batch)
-        self._tokens, self._time = [1.0] * batch, 1.0  # moving sums; time in plain rounds
+        self._rate.start(batch)
+        self._batch = batch
         self.begin()
 
     def begin(self) -> None:
         """Begin a round."""
-        self._kept: list[Sequence[float]] = [()] * len(self._tokens)
-        # At least the rate of plain decoding, which is always to be had.
-        self._rho = max(sum(self._tokens) / self._time, len(self._tokens))
+        self._kept: list[Sequence[float]] = [()] * self._batch
+        self._rho = self._rate.rho
 
     def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many tokens of each request to keep, given estimates of their chances."""
@@ -89,14 +89,11 @@ class KeptDrafts:
             if serves[b]:
                 tested = [j < accepted[b] for j in range(min(accepted[b] + 1, drafted[b]))]
                 self.estimates.observe(b, row[: len(tested)], tested)
-        self._time = self._remembered * self._time + plain_rounds
-        self._tokens = [
-            self._remembered * tokens + taken + 1
-            for tokens, taken in zip(self._tokens, accepted, strict=True)
-        ]
+        self._rate.add(accepted, plain_rounds)
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         self.times.part()
         self.estimates.select(indices)
-        self._tokens = [self._tokens[b] for b in indices]
+        self._rate.select(indices)
+        self._batch = len(indices)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .calibration import Calibration, RoundTimes
+from .calibration import Calibration, RoundTimes, TokenRate
 from .checks import integer, number_in, shown
 from .drafters import GoOn
 from .estimates import odds, probability
@@ -50,7 +50,7 @@ class RenewalRule:
     (``Draft.chances``: a `SuffixDrafter`, say) always proposes what it has, and `keep` leaves out
     what is not worth the longer call of the target: see `KeptDrafts`. The chances are corrected by
     what became of earlier ones (`Estimates`). In a `StackedDrafter` such a drafter may stand before
-    a model. Each of the two has its own costs and its own rho then, and for the model rounds of
+    a model. Each of the two has its own costs and its own rho then, and for the model, rounds of
     copies do not count: what it may draft where there is nothing to copy does not depend on how
     fast copies are.
 
@@ -143,6 +143,7 @@ class RenewalRule:
         self.times, self.table = RoundTimes(c), Calibration()
         self.kept_drafts = KeptDrafts(c, 8 * self.probe, memory)
         self._keep, self._clock = 1 - 1 / memory, clock
+        self._rate = TokenRate(memory)  # over rounds without estimated drafts
         self._everyone = _Trials(1 - 1 / (8 * memory))
         # Of looking at confidence, a round: tokens that it gains, and seconds that it takes.
         self._worth = self._price = 0.0
@@ -158,9 +159,8 @@ class RenewalRule:
         self.kept_drafts.start(batch)
         self._round = 0
         self._trials = [_Trials(self._keep) for _ in range(batch)]
-        # Moving sums over rounds without estimated drafts: tokens of each request, time in plain
-        # rounds, time in seconds.
-        self._tokens, self._time, self._seconds = [1.0] * batch, 1.0, 0.0
+        self._rate.start(batch)
+        self._seconds = 0.0  # moving sum over the same rounds
         self._since = 0  # rounds since the last one that drafted without estimates
         self._untimed = False  # whether the last round did, and its time said nothing
         self._drafted = 0  # tokens of its longest draft
@@ -194,7 +194,7 @@ class RenewalRule:
         self._factors = [odds(alpha) / odds(prior) for alpha in self._alphas]
         batch = len(self._alphas)
         # At least the rate of plain decoding, which is always to be had.
-        rho = max(sum(self._tokens) / self._time, float(batch))
+        rho = self._rate.rho
         self._needed = rho * self.times.setup * self.times.c  # what the sum of all P must reach
         self._share = self._needed / max(batch, 1) ** 2  # what a request's own P must reach
         return rho
@@ -209,7 +209,7 @@ class RenewalRule:
         """Tell whether looking at confidence gains more tokens than its time is worth."""
         if self._round % self.EXPLORE == 0 or self.table.trials < self.ENOUGH:
             return True
-        return self._worth * self._seconds >= self._price * sum(self._tokens)
+        return self._worth * self._seconds >= self._price * self._rate.tokens
 
     def _best_length(self, rho: float) -> int:
         """Return the draft length that is best by the mean acceptance rates; 0: plain decoding."""
@@ -311,19 +311,24 @@ class RenewalRule:
         self._calibrate(own, taken)
         self._appraise(steps)
         self._count(own, taken)
-        if not any(serves):
-            self._add_to_rho(accepted, relative, seconds)
+        if any(serves):
+            return
+        self._rate.add(accepted, relative)
+        if self._round > 1:  # the first round runs the prompts, too
+            self._seconds = self._keep * self._seconds + seconds
 
     def _time_own(self, steps: int, seconds: float) -> None:
         """Learn from the time of a round without estimated drafts."""
+        if self._round == 1:  # it runs the prompts, too
+            return
         # The first draft behind rounds without one also runs the tokens that the draft has missed:
-        # its time says nothing of the others, unless nothing better is known. The first round runs
-        # the prompts.
-        self._untimed = self._round > 1 and steps > 0 and self._since > 1 and self._knows_cost
-        if self._round > 1 and not self._untimed:
+        # its time says nothing of the others, unless nothing better is known.
+        self._untimed = steps > 0 and self._since > 1 and self._knows_cost
+        if not self._untimed:
             self.times.observe(steps, seconds)
-            self._knows_cost |= steps > 0
-        if self._round > 1 and not steps:
+        if steps:
+            self._knows_cost = True
+        else:
             self.kept_drafts.times.observe(0, seconds)
             self._knows_plain = True
 
@@ -336,16 +341,6 @@ class RenewalRule:
             if n:
                 trials.add(yes, n)
         self._since = 0 if any(own) else self._since + 1
-
-    def _add_to_rho(self, accepted: Sequence[int], relative: float, seconds: float) -> None:
-        """Add a round's tokens and time to the moving sums."""
-        self._time = self._keep * self._time + relative
-        if self._round > 1:  # the first round runs the prompts, too
-            self._seconds = self._keep * self._seconds + seconds
-        self._tokens = [
-            self._keep * tokens + taken + 1
-            for tokens, taken in zip(self._tokens, accepted, strict=True)
-        ]
 
     def _is_trial(self) -> bool:
         """Tell whether a round drafts although that is not expected to pay.
@@ -413,7 +408,7 @@ class RenewalRule:
         self.times.part()  # rounds of fewer requests take another time
         self.kept_drafts.select(indices)
         self._trials = [self._trials[b] for b in indices]
-        self._tokens = [self._tokens[b] for b in indices]
+        self._rate.select(indices)
 
 
 class _Trials:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from ..checks import shown
 from ..counts import Counts
 from ..trees import StaticTree, TreeDraft, draft_grown, draft_nothing, draft_static
 from . import Draft, GoOn, Requests
-from .interface import over_the_target
+from .interface import columns_in_use, over_the_target
 from .tree import Branches, NodeMasks
 
 if TYPE_CHECKING:
@@ -35,20 +34,14 @@ def _joined(parts: Sequence[_Elements]) -> _Elements:
     """Put the elements that count, of all parts, behind one another."""
     if len(parts) == 1:
         return parts[0]
-    tokens = torch.cat([part.tokens for part in parts], 1)
-    starts = list(accumulate((part.tokens.shape[1] for part in parts), initial=0))
-    columns = [
-        [start + i for start, n in zip(starts[:-1], row, strict=True) for i in range(n)]
-        for row in zip(*(part.counts.host for part in parts), strict=True)
-    ]
-    counts = Counts.on(tokens.device, list(map(len, columns)))
-    longest = max(counts.host)
-    index = torch.tensor(
-        [row + [0] * (longest - len(row)) for row in columns], device=tokens.device
+    widths = [part.tokens.shape[1] for part in parts]
+    columns, counts = columns_in_use(widths, [part.counts for part in parts])
+    rows = torch.arange(len(columns), device=columns.device)[:, None]
+    return _Elements(
+        torch.cat([part.tokens for part in parts], 1).gather(1, columns),
+        torch.cat([part.states for part in parts], 1)[rows, columns],
+        counts,
     )
-    states = torch.cat([part.states for part in parts], 1)
-    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-    return _Elements(tokens.gather(1, index), states[rows, index], counts)
 
 
 class _FedHead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -569,8 +570,40 @@ def without_padding(tokens: Tensor, real: Tensor) -> Tensor:
     real : Tensor
         ``[B, n]``, zeros at padding.
     """
-    first = real.bool().sort(dim=1, descending=True, stable=True).indices
-    return tokens.gather(1, first)
+    return tokens.gather(1, _real_first(real))
+
+
+def columns_in_use(widths: Sequence[int], counts: Sequence[Counts]) -> tuple[Tensor, Counts]:
+    """Find what counts in tensors that are laid side by side.
+
+    Parameters
+    ----------
+    widths : sequence of int
+        Columns of each tensor.
+    counts : sequence of Counts
+        How many of them count, from the first, in each row of each tensor.
+
+    Returns
+    -------
+    columns : Tensor
+        ``[B, n]`` int64: of each row, where its elements lie that count, in order, then anything.
+    counts : Counts
+        How many they are.
+    """
+    device = counts[0].device.device
+    real = torch.cat(
+        [
+            torch.arange(width, device=device) < count.device[:, None]
+            for width, count in zip(widths, counts, strict=True)
+        ],
+        1,
+    )
+    total = functools.reduce(Counts.__add__, counts)
+    return _real_first(real)[:, : max(total.host)], total
+
+
+def _real_first(real: Tensor) -> Tensor:
+    return real.bool().sort(dim=1, descending=True, stable=True).indices
 
 
 def lengthened(
@@ -595,16 +628,8 @@ def lengthened(
     >>> both.tolist(), lengths.host
     ([[1, 2, 4], [3, 5, 6]], [3, 3])
     """
-    both = torch.cat([tokens, more], 1)
-    real = torch.cat(
-        [
-            torch.arange(part.shape[1], device=part.device) < counts.device[:, None]
-            for part, counts in ((tokens, lengths), (more, gained))
-        ],
-        1,
-    )
-    total = lengths + gained
-    return without_padding(both, real)[:, : max(total.host)], total
+    columns, total = columns_in_use((tokens.shape[1], more.shape[1]), (lengths, gained))
+    return torch.cat([tokens, more], 1).gather(1, columns), total
 
 
 def prefix_or_drawn(prefix: Tensor | None, drawn: Tensor, i: int) -> Tensor:
