@@ -36,6 +36,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from specdec_ext.commands import check
 from specdec_ext.commands.bench import speed_over
 from specdec_ext.commands.frame import add_pair_arguments
@@ -47,7 +49,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common  # noqa: E402
 from bench_generate import PLAIN, batches  # noqa: E402
-from contestants import DRAFTERS, Contestant, Run, Setting, ours, theirs  # noqa: E402
+from contestants import (  # noqa: E402
+    DRAFTERS,
+    Contestant,
+    Ours,
+    Run,
+    Setting,
+    by_turns,
+    ours,
+    theirs,
+)
 
 PROMPTS = Path(__file__).resolve().parent / "prompts"
 KINDS = ("edit", "extract", "chat", "free")
@@ -154,12 +165,23 @@ def measure(
             say(f"stopped after {number} of {len(groups)}: {options.minutes:g} minutes are over")
             break
         found.kinds.append(kind)
-        for name in order.sample(list(playing), len(playing)):
-            found.runs[name].append(playing[name](ids, mask, options.seed + number))
+        shuffled = {name: playing[name] for name in order.sample(list(playing), len(playing))}
+        runs = complete(shuffled, ids, mask, options.seed + number, options.by_turns)
+        for name, run in runs.items():
+            found.runs[name].append(run)
         if setting.temperature == 0:
             compare(pair, some, found)
         say(f"{kind}: {', '.join(prompt.name for prompt in some)}")
     return found
+
+
+def complete(
+    playing: Mapping[str, Contestant], ids: Tensor, mask: Tensor, seed: int, turns: bool
+) -> dict[str, Run]:
+    """Complete prompts with each contestant, with ``turns`` all of ours a round at a time."""
+    mine = {name: play for name, play in playing.items() if turns and isinstance(play, Ours)}
+    runs = {name: play(ids, mask, seed) for name, play in playing.items() if name not in mine}
+    return runs | by_turns(mine, ids, mask, seed)
 
 
 def compare(pair: Pair, some: Sequence[Prompt], found: Outcome) -> None:
@@ -301,6 +323,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="of each kind, at least 2 batches")
     parser.add_argument(
         "--minutes", type=float, default=1e9, help="begin no prompt after these, a setting"
+    )
+    parser.add_argument(
+        "--by-turns", action="store_true", help="ours go by turns, a round at a time"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)

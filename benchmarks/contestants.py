@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,14 @@ from transformers import set_seed
 
 import specdec_ext
 from specdec_ext.commands.pair import Pair
-from specdec_ext.decoding import LookupDrafter, NgramDrafter, Statistics, SuffixDrafter
+from specdec_ext.decoding import (
+    Burst,
+    Generated,
+    LookupDrafter,
+    NgramDrafter,
+    Statistics,
+    SuffixDrafter,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -79,6 +88,45 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     return result, time.perf_counter() - begin
 
 
+@dataclass(frozen=True)
+class Ours:
+    """A contestant that decodes by `specdec_ext.generate`; also a round at a time, see `by_turns`.
+
+    ``draft`` gives the draft or drafter, None for plain decoding; ``options`` are more arguments of
+    `generate`.
+    """
+
+    pair: Pair
+    draft: Callable[[Pair], Any]
+    last: tuple[int, ...]
+    options: Mapping[str, Any]
+
+    def __call__(self, ids: Tensor, mask: Tensor, seed: int) -> Run:
+        """Complete the prompts."""
+        found, seconds = timed(
+            lambda: specdec_ext.generate(*self._models(ids), **self._options(mask, seed)),
+            self.pair.device,
+        )
+        return self._run(found, ids, seconds)
+
+    def bursts(
+        self, ids: Tensor, mask: Tensor, seed: int
+    ) -> Generator[Burst, None, Callable[[float], Run]]:
+        """Complete the prompts a round at a time; gives at last the run, of its seconds."""
+        found = yield from specdec_ext.stream(*self._models(ids), **self._options(mask, seed))
+        return lambda seconds: self._run(found, ids, seconds)
+
+    def _models(self, ids: Tensor) -> tuple[Any, Any, Tensor]:
+        return self.pair.target, self.draft(self.pair), ids
+
+    def _options(self, mask: Tensor, seed: int) -> dict[str, Any]:
+        own = {"attention_mask": mask, "seeds": seed, "eos_token_id": self.last}
+        return {**self.options, **own}
+
+    def _run(self, found: Generated, ids: Tensor, seconds: float) -> Run:
+        return Run(_texts(found.sequences, ids, self.last), seconds, found.statistics)
+
+
 def ours(
     pair: Pair,
     setting: Setting,
@@ -88,26 +136,44 @@ def ours(
     draft: Callable[[Pair], Any] = lambda pair: None,
     stops: bool = False,
     **options: Any,
-) -> Contestant:
-    """Decode by `specdec_ext.generate`.
+) -> Ours:
+    """Return a contestant of ours that adds ``new`` tokens at most.
 
-    ``gamma`` is a number or a policy; ``draft`` gives the draft or drafter, None for plain
-    decoding; ``stops``: end texts where the target does; ``options``: more arguments of `generate`.
+    ``gamma`` is a number or a policy; ``stops``: end texts where the target does; ``draft``,
+    ``options``: as in `Ours`.
     """
     options |= {"max_new_tokens": new, "gamma": gamma, "temperature": setting.temperature}
-    last = ends(pair) if stops else ()
+    return Ours(pair, draft, ends(pair) if stops else (), options)
 
-    def run(ids: Tensor, mask: Tensor, seed: int) -> Run:
-        found, seconds = timed(
-            lambda: specdec_ext.generate(
-                pair.target, draft(pair), ids, attention_mask=mask, seeds=seed, eos_token_id=last,
-                **options,
-            ),
-            pair.device,
-        )  # fmt: skip
-        return Run(_texts(found.sequences, ids, last), seconds, found.statistics)
 
-    return run
+def by_turns(playing: Mapping[str, Ours], ids: Tensor, mask: Tensor, seed: int) -> dict[str, Run]:
+    """Complete the prompts with several contestants at once, each a round at a time.
+
+    The next round is always of one that has the fewest tokens, so that all are near the same place
+    of their texts, and what a machine does beside slows all of them down alike. Of each, the
+    seconds of its own rounds are counted, the first one's with its prefill and the drafter's.
+    """
+    going = {name: contestant.bursts(ids, mask, seed) for name, contestant in playing.items()}
+    tokens, seconds, runs = dict.fromkeys(going, 0), dict.fromkeys(going, 0.0), {}
+    while going:
+        name = min(going, key=lambda other: tokens[other])
+        device = playing[name].pair.device
+        (burst, result), spent = timed(partial(_step, going[name]), device)
+        seconds[name] += spent
+        if burst is not None:
+            tokens[name] += len(burst.tokens)
+        else:
+            runs[name] = result(seconds[name])
+            del going[name]
+    return {name: runs[name] for name in playing}
+
+
+def _step(bursts: Generator[Burst, None, Any]) -> tuple[Burst | None, Any]:
+    """Return the next burst, or None and what the generator returns."""
+    try:
+        return next(bursts), None
+    except StopIteration as stop:
+        return None, stop.value
 
 
 def theirs(

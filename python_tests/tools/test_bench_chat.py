@@ -90,6 +90,47 @@ def test_texts_end_where_the_target_ends_them(shipped):
         shipped.target.generation_config.eos_token_id = before
 
 
+def test_by_turns_contestants_decode_as_by_themselves(shipped):
+    prompt, setting = find_prompts(shipped)[0], contestants.Setting(1, 0.0)
+    ids, mask = prompt.ids, torch.ones_like(prompt.ids)
+    playing = {
+        "plain": contestants.ours(shipped, setting, 30),
+        "suffix": contestants.ours(
+            shipped, setting, 30, 5, draft=contestants.DRAFTERS["suffix"], stops=True
+        ),
+    }
+    runs = contestants.by_turns(playing, ids, mask, 0)
+    assert [*runs] == ["plain", "suffix"]
+    for name, contestant in playing.items():
+        alone = contestant(ids, mask, 0)
+        assert runs[name].tokens == alone.tokens
+        assert (runs[name].num_tokens, runs[name].calls) == (alone.num_tokens, alone.calls)
+
+
+def test_turns_and_their_seconds_by_hand(monkeypatch, shipped):
+    """Whoever has the fewest tokens is next, and pays for its own rounds alone."""
+    now, order = [0.0], []
+
+    class Scripted:
+        pair = shipped
+
+        def __init__(self, name, rounds, price):
+            self.name, self.rounds, self.price = name, rounds, price
+
+        def bursts(self, ids, mask, seed):
+            for size in self.rounds:
+                order.append(self.name)
+                now[0] += self.price
+                yield contestants.Burst(0, [1] * size, size - 1, None, [0.0] * size)
+            return lambda seconds: contestants.Run([[1] * sum(self.rounds)], seconds, None)
+
+    monkeypatch.setattr(contestants.time, "perf_counter", lambda: now[0])
+    playing = {"one": Scripted("one", [1, 1, 1, 1], 2.0), "more": Scripted("more", [3, 1], 5.0)}
+    runs = contestants.by_turns(playing, torch.ones(1, 1), torch.ones(1, 1), 0)
+    assert order == ["one", "more", "one", "one", "one", "more"]
+    assert {name: run.seconds for name, run in runs.items()} == {"one": 8.0, "more": 10.0}
+
+
 def test_smoke(monkeypatch, tmp_path, capsys, shipped):
     monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
     line = ["--prompts", "3", "--tokens", "4", "--gamma", "2", "--drafters", "suffix", "ngram"]
@@ -119,7 +160,7 @@ def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped):
     monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
     line = ["--prompts", "4", "--tokens", "3", "--gamma", "2", "--drafters", "suffix", "--tree"]
     line += ["0", "--batch", "2", "--temperature", "0.7", "--output", str(tmp_path)]
-    line += ["--model-gamma", "2", "--contestants", "suffix", "model", "transf"]
+    line += ["--model-gamma", "2", "--contestants", "suffix", "model", "transf", "--by-turns"]
     assert bench.main(line) == 0
     (path,) = tmp_path.glob("*.json")
     records = json.loads(path.read_text())["records"]
