@@ -120,6 +120,88 @@ def test_a_short_text_is_hardly_slower_than_plain_decoding(calls, alpha):
         assert statistics.mean(fixed) < 0.7
 
 
+class Texts(Stream):
+    """Texts of 96 tokens, one after another; the first draft in each also runs its prompt."""
+
+    PROMPT = 10  # target calls' time that the prompt takes the target
+
+    def __init__(self, *args, prefill: float, **conditions):
+        super().__init__(*args, **conditions)
+        self.prefill, self.is_new, self.lacks = prefill, True, True
+
+    def draft(self, policy):
+        rates = super().draft(policy)
+        if self.is_new:
+            self.spend(self.PROMPT - 1)
+        if self.lacks and rates[0]:
+            self.spend(self.prefill)
+            self.lacks = False
+        self.is_new = False
+        return rates
+
+    def factor(self, policy) -> float:
+        """Return the time of plain decoding over that of the next text."""
+        policy.start(1)
+        self.is_new = self.lacks = True
+        begun, tokens = self.now, 0.0
+        while tokens < 96:
+            before = self.now
+            tokens += self.run(policy, 1)[0] * (self.now - before)
+        return (self.PROMPT - 1 + tokens) / (self.now - begun)
+
+
+@pytest.mark.parametrize("alpha, c, prefill", [(0.05, 0.3, 10.0), (0.2, 0.1, 4.0), (0.4, 0.1, 1.0)])
+def test_a_draft_that_does_not_pay_hardly_runs_prompts(alpha, c, prefill):
+    """Were a trial's prompt not counted, the first of these would take 5 % of the time."""
+    stream = Texts(c, lambda _: alpha, growth=0.03, setup=0.5, noise=0.05, prefill=prefill)
+    policy = renewal(stream)
+    stream.factor(policy)
+    assert statistics.mean(stream.factor(policy) for _ in range(30)) > 0.985
+
+
+def test_a_draft_that_pays_goes_on_text_after_text():
+    """Also where a text has ended without drafts: 1.00 of 1.31 at best, once that was its end."""
+    stream = Texts(0.1, lambda _: 0.7, growth=0.03, setup=0.5, noise=0.05, prefill=1.0)
+    policy = renewal(stream)
+    factors = [stream.factor(policy) for _ in range(40)]
+    assert statistics.mean(factors[20:]) > 1.2
+
+
+def test_a_drafter_that_had_nothing_to_propose_is_asked_again():
+    now = [0.0]
+    policy = RenewalRule(limit=8, clock=lambda: now[0])
+    policy.start(1)
+
+    def round_of(proposes):
+        (length,) = policy.lengths()
+        drafted = length if proposes else 0
+        now[0] += 1 + 0.05 * drafted
+        policy.commit([drafted], [drafted])
+        return length
+
+    for _ in range(60):
+        round_of(proposes=True)
+    # Longer than `probe` rounds, behind which some other length is tried.
+    lengths = [round_of(proposes=False) for _ in range(3 * policy.probe)]
+    assert min(lengths[-policy.probe :]) > 0
+
+
+def test_requests_that_leave_take_the_comparison_along():
+    """The first draft behind rounds of other requests: nothing says what a plain round takes."""
+    now = [0.0]
+    policy = RenewalRule(limit=4, c=0.01, clock=lambda: now[0])
+    policy.start(2)
+    for n in (1, 1, 2, 0, 2, 0, 0, 0):
+        policy.lengths()
+        now[0] += 1 + 0.01 * n
+        policy.commit([n, n], [n, n])
+    policy.select([1])
+    policy.lengths()
+    now[0] += 5.0
+    policy.commit([2], [2])  # untimed, and no plain round to count it by
+    assert policy.lengths()[0] > 0
+
+
 def test_renewal_switches_on_again():
     stream = Stream(0.2, lambda n: 0.05 if n < 500 else 0.85)
     policy = renewal(stream, c=1.0)

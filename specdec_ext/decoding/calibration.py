@@ -96,7 +96,7 @@ class RoundTimes:
         """Count a round of ``n`` draft tokens."""
         seconds = max(seconds, 1e-9)  # of a coarse clock
         if self._rounds:
-            self._seen[n].append(seconds / self._plain_seconds())
+            self._seen[n].append(self.measured(seconds))
         neighbours = [(m, t) for m, t in self._rounds if m != n]
         for m, other in neighbours:
             kept = self._costs if n * m else self._bounds
@@ -118,6 +118,15 @@ class RoundTimes:
         self.silent = 0 if neighbours else self.silent + 1
         self.plain_silent = self.plain_silent + 1 if n else 0
         self._rounds.append((n, seconds))
+
+    @property
+    def compares(self) -> bool:
+        """Whether a round of the same requests has been counted, see `part`."""
+        return bool(self._rounds)
+
+    def measured(self, seconds: float) -> float:
+        """Return what so many seconds are in plain rounds, where it `compares`."""
+        return seconds / self._plain_seconds()
 
     def _plain_seconds(self) -> float:
         """Return what a plain round took lately: as it was, or by the last rounds of others."""

@@ -123,7 +123,7 @@ class RenewalRule:
     FIRST = 0.5, 4.0  # acceptance rate that is believed in at first, and trials that count so
     LEAST = 0.01  # tokens that a further draft token must be expected to add, whatever it costs
     CREDIT = 1.0  # plain rounds' time that trials may lose at first
-    DEBT = 3.0  # that is remembered at most: what two trials lose, each of a draft token of c = 1.5
+    DEBT = 16.0  # that is remembered at most, so that no hitch of a machine ends trials for long
 
     def __init__(
         self,
@@ -234,7 +234,8 @@ class RenewalRule:
         if self._round > 1 and not self._knows_plain:
             return 0
         unsure = turn and self.times.evidence < self.ENOUGH
-        if unsure or self.times.silent >= self.probe:
+        # Behind a round without a draft any length is another one.
+        if self._drafted and (unsure or self.times.silent >= self.probe):
             return min(length, self._drafted // 2)
         return length
 
@@ -307,7 +308,7 @@ class RenewalRule:
             self._drafted = steps
         if self._may_ask and steps > 1:
             self._was_asked = bool(self._seen)
-        self._account(steps, own, taken)
+        self._account(self._spent(steps, seconds), own, taken)
         self._calibrate(own, taken)
         self._appraise(steps)
         self._count(own, taken)
@@ -345,8 +346,11 @@ class RenewalRule:
     def _is_trial(self) -> bool:
         """Tell whether a round drafts although that is not expected to pay.
 
-        Trials go on until they have used up the credit, and until one has been timed.
+        Trials go on until they have used up the credit, and until one has been timed. What the
+        first one of a generation takes is not known before a plain round has been timed there.
         """
+        if not self.times.compares:
+            return False
         self._tries = self._untimed or self._credit > (0 if self._tries else self.CREDIT / 3)
         return self._tries
 
@@ -359,11 +363,17 @@ class RenewalRule:
             longest += 1
         return longest
 
-    def _account(self, steps: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def _spent(self, steps: int, seconds: float) -> float:
+        """Return how many plain rounds a round took, what its draft had missed included."""
+        expected = self.times.relative(steps)
+        knows_more = self._untimed and self.times.compares
+        return max(expected, self.times.measured(seconds)) if knows_more else expected
+
+    def _account(self, spent: float, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Count what this round lost or gained against a plain one; lengthen the first drafts."""
         gain = 1 / (4 * self.probe)
-        if steps:
-            gain += 1 + sum(accepted) / len(accepted) - self.times.relative(steps)
+        if any(drafted):
+            gain += 1 + sum(accepted) / len(accepted) - spent
         self._credit = min(max(self._credit + gain, -self.DEBT), self.CREDIT)
         pairs = zip(drafted, accepted, strict=True)
         if any(n == taken == self._cap for n, taken in pairs) or self._knows_acceptance:
