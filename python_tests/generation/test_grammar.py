@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from generate_models import TableModel, tables
+from generate_models import TableModel, TableWithStates, tables
 from grammars import (
     CLOSE,
     END,
@@ -34,6 +34,8 @@ from specdec_ext.decoding import (
 )
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.grammar_masks import GrammarMasks, hidden
+from specdec_ext.models.eagle import EagleHead, EagleHeadConfig
+from specdec_ext.models.heads import MedusaHeads, MedusaHeadsConfig
 from specdec_ext.testing.exact import exact_law, toy_models
 
 PROMPT = [2, 1]
@@ -63,6 +65,18 @@ def small(vocabulary, seed=3):
     return tables(vocabulary, seed=seed)[1]
 
 
+def random_heads(heads):
+    torch.manual_seed(4)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    return heads.eval()
+
+
+def with_states(vocabulary):
+    """Return the target of `tables`, as heads need it."""
+    return TableWithStates(tables(vocabulary)[0].table)
+
+
 DRAFTERS = {
     "none": lambda v: None,
     "model": lambda v: tables(v)[1],
@@ -72,6 +86,16 @@ DRAFTERS = {
     "uniform": lambda v: UniformDrafter(v),
     "stack": lambda v: StackedDrafter(LookupDrafter(min_match=1), tables(v)[1], continued=True),
     "levels": lambda v: HierarchicalDrafter(tables(v)[1], small(v), 2),
+    "medusa": lambda v: random_heads(
+        MedusaHeads(MedusaHeadsConfig(hidden_size=v, vocab_size=v, num_heads=3))
+    ),
+    "eagle": lambda v: random_heads(
+        EagleHead(
+            EagleHeadConfig(
+                hidden_size=v, intermediate_size=8, num_attention_heads=v // 2, vocab_size=v
+            )
+        )
+    ),
     "narrow": lambda v: small(SIZE - 1),
     "wider": lambda v: small(v + 3),
 }
@@ -175,8 +199,7 @@ def test_control_chains_of_matchers_that_are_not_rolled_back():
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_joint_law(drafter):
     """Over a vocabulary that is padded behind the grammar's tokens, as are all below."""
-    target, _ = tables(WIDE)
-    assert p_value(target, DRAFTERS[drafter](WIDE), gamma=3) > ALPHA
+    assert p_value(with_states(WIDE), DRAFTERS[drafter](WIDE), gamma=3) > ALPHA
 
 
 @pytest.mark.every("tree")
@@ -184,6 +207,13 @@ def test_joint_law(drafter):
 def test_joint_law_of_trees(tree):
     target, draft = tables(WIDE)
     assert p_value(target, draft, tree=TREES[tree]) > ALPHA
+
+
+@pytest.mark.parametrize("tree", ["static", "grown"])
+@pytest.mark.parametrize("drafter", ["medusa", "eagle"])
+def test_joint_law_of_trees_of_heads(drafter, tree):
+    target, heads = with_states(WIDE), DRAFTERS[drafter](WIDE)
+    assert p_value(target, heads, tree=TREES[tree]) > ALPHA
 
 
 def test_control_trees_with_matchers_that_are_not_rolled_back():
@@ -203,10 +233,10 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("options", [{}, {"measure_alpha": True}])
-@pytest.mark.parametrize("drafter", ["model", "bigram", "uniform", "levels"])
+@pytest.mark.parametrize("drafter", ["model", "bigram", "uniform", "levels", "medusa", "eagle"])
 def test_tokens_are_those_of_the_same_masks_as_a_processor(drafter, options):
     """Bit for bit: drafts are drawn under the masks as they are from processed rows."""
-    target, _ = tables(WIDE)
+    target = with_states(WIDE)
     shared = {"temperature": 0.9, "top_k": 3, "seeds": 4, "max_new_tokens": 12, **options}
     masked = generate(target, DRAFTERS[drafter](WIDE), 16, **shared)
     process = by_the_text(len(PROMPT))
@@ -221,7 +251,7 @@ def test_tokens_are_those_of_the_same_masks_as_a_processor(drafter, options):
 
 @pytest.mark.parametrize("how", [*DRAFTERS, *TREES])
 def test_greedy_and_coupled_tokens_are_those_of_plain_decoding(how):
-    target, draft = tables(WIDE)
+    target, draft = with_states(WIDE), tables(WIDE)[1]
     more = {"tree": TREES[how]} if how in TREES else {"gamma": 3}
     drafter = draft if how in TREES else DRAFTERS[how](WIDE)
     greedy = generate(target, drafter, max_new_tokens=12, **more)
