@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in facts.items():
         print(f"{name}: {value}")
     pair = load_pair(
-        options.target, options.draft, options.device, needs_draft=False, dtype=options.dtype
+        options.target, options.draft, options.device, False, options.dtype, packed=options.packed
     )
     prompts = read(pair, options.prompts)
     records: list[dict[str, Any]] = []

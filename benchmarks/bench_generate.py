@@ -270,7 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in facts.items():
         print(f"{name}: {value}")
     alone = bool(options.drafters) and options.draft is None
-    pair = load_pair(options.target, options.draft, options.device, alone, options.dtype)
+    pair = load_pair(
+        options.target, options.draft, options.device, alone, options.dtype, packed=options.packed
+    )
     prompts = find_prompts(pair)[: options.prompts]
     records, wrong = [], {}
     for batch in options.batch:

@@ -50,6 +50,13 @@ def test_a_target_alone_is_checked_with_copies(capsys):
     assert report["verdict"] == "lossless" and len(report["findings"]) == 2
 
 
+def test_packed_weights(capsys):
+    few = ("--packed", "--gamma", "3", "--max-new-tokens", "6", "--prompt", "import os\n")
+    assert check.run(options(*few)) == 0
+    assert check.run(options(*few, "--dtype", "bfloat16")) == 2
+    assert "expected a float32 model on a CPU" in capsys.readouterr().err
+
+
 def other_tokenizer(folder, places):
     """Make a checkpoint of the shipped draft whose tokenizer has ids in each other's places."""
     for path in (find_pair() / "draft").iterdir():

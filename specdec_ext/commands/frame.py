@@ -87,6 +87,12 @@ def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> No
         choices=("float32", "bfloat16", "float16"),
         help="what models compute in (default: float32 on CPUs, elsewhere as the checkpoints say)",
     )
+    parser.add_argument(
+        "--packed",
+        action="store_true",
+        help="pack the target's float32 weights for calls of a few tokens on a CPU, see "
+        "specdec_ext.decoding.pack_linears; they take twice the memory",
+    )
 
 
 def add_generation_arguments(

@@ -194,12 +194,13 @@ def load_pair(
     device: str = "cpu",
     needs_draft: bool = True,
     dtype: str | None = None,
+    packed: bool = False,
 ) -> Pair:
     """Load two checkpoints over the same tokens; those of `find_pair` where none are named.
 
     ``needs_draft``: there must be a draft model; otherwise decoding heads do as well, or nothing
     but a target. ``dtype``: what the models compute in, a name of torch's; None: float32 on CPUs,
-    elsewhere what the checkpoints say.
+    elsewhere what the checkpoints say. ``packed``: the target's weights, by `pack_linears`.
     """
     named = target_path is not None, draft_path is not None
     if named == (False, True) or (named == (True, False) and needs_draft):
@@ -230,7 +231,7 @@ def load_pair(
     heads_path = draft if draft and _loaded(_are_heads, draft) else None
     if heads_path and needs_draft:
         raise ValueError(f"--draft must be a language model here, got decoding heads in {draft}")
-    return Pair(
+    pair = Pair(
         _loaded(model, target),
         _loaded(model, draft) if draft and not heads_path else None,
         _loaded(tokenizer, beside if beside.is_dir() else target),
@@ -238,6 +239,11 @@ def load_pair(
         _loaded(tokenizer, draft) if draft and has_tokenizer(draft) else None,
         _loaded(partial(model, auto=transformers.AutoModel), heads_path) if heads_path else None,
     )
+    if packed:
+        from ..decoding import pack_linears
+
+        pack_linears(pair.target)
+    return pair
 
 
 def _checkpoints(target_path: str | None, draft_path: str | None) -> tuple[Path, Path | None]:
@@ -302,7 +308,7 @@ def load_named(
     Parameters
     ----------
     args : argparse.Namespace
-        With ``target``, ``draft``, ``dtype``, ``device`` and ``prompt``: see
+        With ``target``, ``draft``, ``dtype``, ``packed``, ``device`` and ``prompt``: see
         `specdec_ext.commands.frame.add_pair_arguments`.
     texts : sequence of Given, optional
         What to complete, if it is known.
@@ -310,7 +316,9 @@ def load_named(
         See `load_pair`.
     """
     check_device(args.device)
-    pair = load_pair(args.target, args.draft, args.device, needs_draft, args.dtype)
+    pair = load_pair(
+        args.target, args.draft, args.device, needs_draft, args.dtype, packed=args.packed
+    )
     if texts is None:
         return pair, find_prompts(pair, getattr(args, "prompt", None))
     chat = getattr(args, "chat", False)

@@ -18,6 +18,7 @@ from .drafters.suffix import SuffixDrafter
 from .drafters.uniform import UniformDrafter
 from .generate import generate, stream
 from .matchers import TokenMatcher
+from .packed import pack_linears
 from .policies import (
     ConfidenceStop,
     EntropyBound,
@@ -71,6 +72,7 @@ __all__ = [
     "TreeProposer",
     "UniformDrafter",
     "generate",
+    "pack_linears",
     "sequoia_tree",
     "stream",
 ]

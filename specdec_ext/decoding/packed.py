@@ -1,0 +1,155 @@
+"""Linear layers whose weights lie in memory as oneDNN reads them, for calls of a few rows.
+
+A target's call in speculative decoding has a few rows, one for each draft token and one more. On a
+CPU such a call should take hardly longer than one of a single row, since both read the same
+weights; but a general matrix product arranges the weights anew in every call, and takes up to twice
+as long for two rows as for one. Arranged once, as here, they are only read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checks import shown
+
+__all__ = ["PackedLinear", "pack_linears"]
+
+# Products of so many rows go by the packed weights. One row is a matrix-vector product, which
+# arranges nothing; many rows pay for it.
+_ROWS = range(2, 33)
+# What the weights are packed for. Packed for one row they served no more than one.
+_PACKED_FOR = 4
+# Smaller matrices lie in a core's cache, where packing gained nothing.
+_SMALLEST = 1 << 18
+
+
+class _Packed(NamedTuple):
+    """Packed weights, and what they were packed from."""
+
+    weights: Tensor
+    source: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Packed:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR)
+        return cls(packed, weakref.ref(weight), weight._version)
+
+    def is_of(self, weight: Tensor) -> bool:
+        return self.source() is weight and self.version == weight._version
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that keeps its float32 weights once more, packed by oneDNN.
+
+    The packed weights are used where no gradient is asked for and there are 2 to 32 rows;
+    everywhere else, under autocast and inside ``torch.compile``, the layer is a `torch.nn.Linear`.
+    They are no part of ``state_dict()``, are packed again when the weights have changed (through
+    ``.data`` torch does not see that), and are not copied with the layer: a copy packs its own. The
+    sums of a product are taken in another order, so that results differ by rounding from those of
+    `torch.nn.Linear`.
+
+    Made by `pack_linears`, out of layers that exist.
+    """
+
+    _packed: _Packed | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input @ weight.T + bias``, of ``[..., K]`` float32 inputs ``[..., N]``."""
+        if torch.compiler.is_compiling() or not self._may_use_packed(input):
+            return F.linear(input, self.weight, self.bias)
+        packed = self._packed
+        if packed is None or not packed.is_of(self.weight):
+            packed = self._packed = _Packed.of(self.weight)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            input, packed.weights, self.bias, "none", [], ""
+        )
+        return product
+
+    def _may_use_packed(self, input: Tensor) -> bool:
+        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
+            return False
+        if type(input) is not Tensor or torch.is_autocast_enabled("cpu"):
+            return False
+        rows = input.numel() // max(input.shape[-1], 1)
+        return rows in _ROWS and input.dtype == torch.float32 and is_packable(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._packed = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the packed weights, which can be neither copied nor saved."""
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
+
+
+def is_packable(layer: nn.Module) -> bool:
+    """Tell whether packing a layer makes its products of a few rows faster."""
+    return (
+        type(layer) in (nn.Linear, PackedLinear)
+        and layer.weight.device.type == "cpu"
+        and layer.weight.dtype == torch.float32
+        and layer.weight.numel() >= _SMALLEST
+        and not layer.weight.is_inference()  # whose changes torch does not count
+    )
+
+
+def pack_linears(model: Any) -> int:
+    """Make a float32 model's calls of a few tokens faster on a CPU, in place.
+
+    Its linear layers of 2^18 weights or more become `PackedLinear`. They take twice the memory.
+    For a target of `specdec_ext.generate`: its calls have a row for each draft token. A draft's
+    calls have one row, and gain nothing.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        In float32, on a CPU.
+
+    Returns
+    -------
+    int
+        How many bytes the packed weights take once they are used: they are packed by the first call
+        that uses them.
+
+    Raises
+    ------
+    TypeError
+        No model.
+    ValueError
+        A model without such layers: on another device, in another type, or a small one.
+    RuntimeError
+        This torch has no oneDNN.
+
+    Notes
+    -----
+    oneDNN is part of torch, which uses the same operators for what ``torch.compile`` compiles with
+    weights that are frozen.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU())
+    >>> pack_linears(model)
+    1048576
+    >>> type(model[0]).__name__
+    'PackedLinear'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"pack_linears: model must be a torch.nn.Module, got {shown(model)}")
+    if not torch.backends.mkldnn.is_available():
+        raise RuntimeError("pack_linears: this torch was built without oneDNN (mkldnn)")
+    layers = [layer for layer in model.modules() if is_packable(layer)]
+    if not layers:
+        kinds = sorted({f"{p.dtype} on {p.device.type}" for p in model.parameters()})
+        raise ValueError(
+            f"pack_linears: expected a float32 model on a CPU with torch.nn.Linear layers of "
+            f"{_SMALLEST:,} weights or more, got {type(model).__name__} in {', '.join(kinds)}"
+        )
+    for layer in layers:
+        layer.__class__ = PackedLinear
+    return sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
