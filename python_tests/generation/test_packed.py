@@ -46,6 +46,15 @@ def test_other_products_are_torchs(shape):
     assert is_right(linear, *shape) and linear._packed is None
 
 
+def test_inputs_with_strides_and_of_a_wrong_size():
+    linear = layer()
+    x = torch.randn(SIZE, 6)[:, ::2].T
+    assert torch.equal(linear(x), linear(x.contiguous())) and linear._packed is not None
+    for wrong in (torch.randn(4, SIZE - 1), torch.randn(4, SIZE + 1), torch.tensor(1.0)):
+        with pytest.raises(RuntimeError):
+            linear(wrong)
+
+
 def change_in_place(linear):
     linear.weight.mul_(-2.0)
 

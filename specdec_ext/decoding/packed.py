@@ -76,8 +76,10 @@ class PackedLinear(nn.Linear):
             return False
         if type(input) is not Tensor or torch.is_autocast_enabled("cpu"):
             return False
-        rows = input.numel() // max(input.shape[-1], 1)
-        return rows in _ROWS and input.dtype == torch.float32 and is_packable(self)
+        # What does not fit together is refused by torch's own layer.
+        if input.dtype != torch.float32 or input.shape[-1:] != self.weight.shape[1:]:
+            return False
+        return input.numel() // input.shape[-1] in _ROWS and is_packable(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._packed = None
