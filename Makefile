@@ -43,7 +43,7 @@ demo-chat: $(NATIVE)
 	$(PY) -c 'import gguf, accelerate' 2>/dev/null || $(PY) -m pip install --quiet gguf accelerate
 	$(PY) -m specdec_ext fetch smollm2
 	$(PY) -m specdec_ext demo --target smollm2 --gamma 10 --temperature 0 --max-new-tokens 96 \
-	  --chat --prompts $(patsubst %,benchmarks/prompts/%.yaml,chat edit extract)
+	  --packed --chat --prompts $(patsubst %,benchmarks/prompts/%.yaml,chat edit extract)
 
 ifeq ($(CI),true)
 .PHONY: .venv/pyvenv.cfg

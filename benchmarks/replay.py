@@ -262,7 +262,9 @@ def speeds(runs: Sequence[Played]) -> dict[str, float]:
 
 def measure_times(options: argparse.Namespace) -> None:
     """Time calls of the target behind a prompt, of 1 token and more, by turns."""
-    pair = load_pair(options.target, device=options.device, needs_draft=False)
+    pair = load_pair(
+        options.target, device=options.device, needs_draft=False, packed=options.packed
+    )
     ids = torch.arange(1, options.prompt + 1)[None].to(pair.device)
     found: dict[int, list[float]] = {rows: [] for rows in options.rows}
     with torch.inference_mode():
@@ -310,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timing.add_argument("--rows", type=int, nargs="+", default=[*range(1, 18)])
     timing.add_argument("--repeats", type=int, default=15)
     timing.add_argument("--device", default="cpu")
+    timing.add_argument("--packed", action="store_true", help="see pack_linears")
     playing = commands.add_parser("play")
     playing.add_argument("file", type=Path)
     playing.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=["lookup", "suffix"])
