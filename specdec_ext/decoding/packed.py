@@ -90,11 +90,10 @@ class PackedLinear(nn.Linear):
         return {name: value for name, value in self.__dict__.items() if name != "_packed"}
 
 
-def is_packable(layer: nn.Module) -> bool:
+def is_packable(layer: nn.Linear) -> bool:
     """Tell whether packing a layer makes its products of a few rows faster."""
     return (
-        type(layer) in (nn.Linear, PackedLinear)
-        and layer.weight.device.type == "cpu"
+        layer.weight.device.type == "cpu"
         and layer.weight.dtype == torch.float32
         and layer.weight.numel() >= _SMALLEST
         and not layer.weight.is_inference()  # whose changes torch does not count
@@ -145,7 +144,10 @@ def pack_linears(model: Any) -> int:
         raise TypeError(f"pack_linears: model must be a torch.nn.Module, got {shown(model)}")
     if not torch.backends.mkldnn.is_available():
         raise RuntimeError("pack_linears: this torch was built without oneDNN (mkldnn)")
-    layers = [layer for layer in model.modules() if is_packable(layer)]
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    # Other kinds may compute something else.
+    known = [layer for layer in linears if type(layer) in (nn.Linear, PackedLinear)]
+    layers = list(filter(is_packable, known))
     if not layers:
         kinds = sorted({f"{p.dtype} on {p.device.type}" for p in model.parameters()})
         raise ValueError(
