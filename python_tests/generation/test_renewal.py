@@ -515,8 +515,46 @@ def test_estimates_that_never_come_true_are_no_longer_believed():
         stream.spend(1 + 0.05 * n + 0.3 * (n > 0))
         policy.commit([n], [0])
         kept.append(n)
-    assert sum(kept[:5]) > 10 and sum(n > 0 for n in kept[100:]) < 10
+    assert min(kept[:2]) > 0 and sum(n > 0 for n in kept[100:]) < 10
     assert any(kept[100:])  # it is tried again
+
+
+# As in `CALLS`, where a call of two tokens takes 1.6 times as long as of one: AVX2, two cores.
+DEAR = (89, 143, 168, 150, 164, 165, 164, 164, 172, 180, 187)
+# Of a round with copies: how often there are some, their acceptance rate, and what they say it is.
+MIXED = {"copies": (0.5, 0.85, 0.6), "free": (0.4, 0.25, 0.6)}
+
+
+def factors_of_mixed_texts(seed: int, texts: int = 80) -> dict[str, float]:
+    """Decode texts of either kind in a random order with one rule."""
+    calls = [n / DEAR[0] for n in DEAR]
+    now, rng, found = [0.0], random.Random(seed), {kind: [] for kind in MIXED}
+    policy = RenewalRule(16, clock=lambda: now[0])
+    for _ in range(texts):
+        kind = rng.choice(list(MIXED))
+        often, rate, says = MIXED[kind]
+        policy.start(1)
+        begun, tokens = now[0], 0
+        while tokens < 96:
+            policy.lengths()
+            chances = [says] * rng.randint(2, 10) if rng.random() < often else []
+            (n,) = policy.keep([chances])
+            call = calls[min(n, len(calls) - 1)] if tokens else Texts.PROMPT
+            now[0] += call * (1 + rng.uniform(-0.05, 0.05))
+            taken = next((j for j in range(n) if rng.random() >= rate), n)
+            policy.commit([n], [taken])
+            tokens += taken + 1
+        found[kind].append((Texts.PROMPT - 1 + tokens) / (now[0] - begun))
+    return {kind: statistics.mean(factors[2:]) for kind, factors in found.items()}
+
+
+@pytest.mark.parametrize("own_prior, pays", [(Estimates.OWN_PRIOR, True), (16.0, False)])
+def test_a_text_whose_copies_come_to_nothing_is_soon_known(monkeypatch, own_prior, pays):
+    """Among texts whose copies are as good as they say; slowly learned, that costs 6 %."""
+    monkeypatch.setattr(Estimates, "OWN_PRIOR", own_prior)
+    runs = [factors_of_mixed_texts(seed) for seed in range(3)]
+    assert (statistics.mean(run["free"] for run in runs) > 0.96) == pays
+    assert statistics.mean(run["copies"] for run in runs) > 1.7
 
 
 def test_chances_of_a_batch_count_together():

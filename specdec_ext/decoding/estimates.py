@@ -70,7 +70,7 @@ class Estimates:
     WIDTH = 0.8  # of a bin, in nats of odds
     FURTHEST = 5  # bins from even odds to the last one
     FIRST = 0.5  # drafters mostly think too well of their tokens
-    PRIOR, OWN_PRIOR = 20.0, 16.0  # trials that came out as estimated, in a bin and of a request
+    PRIOR, OWN_PRIOR = 20.0, 5.0  # trials that came out as estimated, in a bin and of a request
 
     def __init__(self, memory: int = 256) -> None:
         self._keep, self._keep_own = 1 - 1 / memory, 1 - 4 / memory
