@@ -37,7 +37,7 @@ def table_pair(monkeypatch):
     target, draft = tables(5)
     prompt = loading.Prompt("a prompt", "", torch.tensor([[1, 2, 3]]))
     pair = loading.Pair(target, draft, None, [])
-    monkeypatch.setattr(loading, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(loading, "load_pair", lambda *_, **__: pair)
     monkeypatch.setattr(loading, "find_prompts", lambda *_: [prompt])
     monkeypatch.setattr(loading.Pair, "device", torch.device("cpu"))
     TableModel.dtype = torch.float32

@@ -27,7 +27,7 @@ def table_pair(monkeypatch):
     """A table model and its draft in place of the shipped pair."""
     target, draft = tables(5)
     prompt = pair.Prompt("a prompt", "", torch.tensor([[1, 2, 3]]))
-    monkeypatch.setattr(pair, "load_pair", lambda *_: pair.Pair(target, draft, None, []))
+    monkeypatch.setattr(pair, "load_pair", lambda *_, **__: pair.Pair(target, draft, None, []))
     monkeypatch.setattr(pair, "find_prompts", lambda *_: [prompt])
     return target, draft
 

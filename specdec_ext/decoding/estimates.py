@@ -64,7 +64,7 @@ class Estimates:
     >>> for n in range(200):
     ...     estimates.observe(0, [0.5], [n % 10 > 0])
     >>> [[round(chance, 2) for chance in row] for row in estimates.corrected([[0.5, 0.02]])]
-    [[0.9, 0.02]]
+    [[0.92, 0.02]]
     """
 
     WIDTH = 0.8  # of a bin, in nats of odds
