@@ -11,10 +11,12 @@ generation where it takes the draft model that is given; ours with each drafter,
 under `RenewalRule`, in chains and trees, and, where a draft model or decoding heads are given, the
 suffix drafter before it. ``--contestants`` picks some of them by parts of their names.
 All complete a prompt in turn, in an order drawn anew for each, before the next prompt comes, so
-that a busy machine is fair to all. A drafter is made anew for each text and knows nothing of
-earlier ones. Texts end where the model ends them. *Tokens a call* is a ratio of sums; *speed* is
-that of whole calls, prefill included, over plain decoding's, the geometric mean over the prompts.
-Standard errors are over prompts (over batches, for batches).
+that a busy machine is fair to all. With ``--by-turns`` ours even go a round at a time, so that a
+machine whose speed changes within seconds slows all of them down alike; transformers' complete the
+prompt before. A drafter is made anew for each text and knows nothing of earlier ones. Texts end
+where the model ends them. *Tokens a call* is a ratio of sums; *speed* is that of whole calls,
+prefill included, over plain decoding's, the geometric mean over the prompts. Standard errors are
+over prompts (over batches, for batches).
 
 Greedy output of all is compared with plain decoding's, on every prompt: a difference that is no tie
 in float32 makes the exit code 1.

@@ -269,9 +269,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts["command"] = " ".join(["bench_generate.py", *(arguments or sys.argv[1:])])
     for name, value in facts.items():
         print(f"{name}: {value}")
-    alone = bool(options.drafters) and options.draft is None
     pair = load_pair(
-        options.target, options.draft, options.device, alone, options.dtype, packed=options.packed
+        options.target,
+        options.draft,
+        options.device,
+        needs_draft=not options.drafters or options.draft is not None,
+        dtype=options.dtype,
+        packed=options.packed,
     )
     prompts = find_prompts(pair)[: options.prompts]
     records, wrong = [], {}

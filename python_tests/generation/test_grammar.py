@@ -19,6 +19,7 @@ from grammars import (
     masked_law,
 )
 from test_generate_law import ALPHA, chi_square
+from test_heads import table_and_heads
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import specdec_ext
@@ -35,7 +36,6 @@ from specdec_ext.decoding import (
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.grammar_masks import GrammarMasks, hidden
 from specdec_ext.models.eagle import EagleHead, EagleHeadConfig
-from specdec_ext.models.heads import MedusaHeads, MedusaHeadsConfig
 from specdec_ext.testing.exact import exact_law, toy_models
 
 PROMPT = [2, 1]
@@ -65,11 +65,16 @@ def small(vocabulary, seed=3):
     return tables(vocabulary, seed=seed)[1]
 
 
-def random_heads(heads):
+def random_head(vocabulary):
     torch.manual_seed(4)
-    for parameter in heads.parameters():
+    config = EagleHeadConfig(
+        hidden_size=vocabulary, intermediate_size=8, num_attention_heads=vocabulary // 2,
+        vocab_size=vocabulary,
+    )  # fmt: skip
+    head = EagleHead(config).eval()
+    for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
-    return heads.eval()
+    return head
 
 
 def with_states(vocabulary):
@@ -86,16 +91,8 @@ DRAFTERS = {
     "uniform": lambda v: UniformDrafter(v),
     "stack": lambda v: StackedDrafter(LookupDrafter(min_match=1), tables(v)[1], continued=True),
     "levels": lambda v: HierarchicalDrafter(tables(v)[1], small(v), 2),
-    "medusa": lambda v: random_heads(
-        MedusaHeads(MedusaHeadsConfig(hidden_size=v, vocab_size=v, num_heads=3))
-    ),
-    "eagle": lambda v: random_heads(
-        EagleHead(
-            EagleHeadConfig(
-                hidden_size=v, intermediate_size=8, num_attention_heads=v // 2, vocab_size=v
-            )
-        )
-    ),
+    "medusa": lambda v: table_and_heads(v)[1],
+    "eagle": lambda v: random_head(v),
     "narrow": lambda v: small(SIZE - 1),
     "wider": lambda v: small(v + 3),
 }

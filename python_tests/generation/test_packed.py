@@ -130,8 +130,7 @@ def test_tokens_of_the_loop(model, temperature):
     assert pack_linears(packed) == 4 * count
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
     options = {"max_new_tokens": 24, "gamma": 4, "temperature": temperature, "seeds": 3}
-    drafter = SuffixDrafter()
-    expected = specdec_ext.generate(model, drafter, ids, **options)
+    expected = specdec_ext.generate(model, SuffixDrafter(), ids, **options)
     found = specdec_ext.generate(packed, SuffixDrafter(), ids, **options)
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert found.statistics.drafted > 0

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_generate as bench  # noqa: E402
 
-from specdec_ext.commands.pair import find_prompts, load_pair  # noqa: E402
+from specdec_ext.commands.pair import find_pair, find_prompts, load_pair  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
@@ -32,6 +32,16 @@ def test_smoke(tmp_path, capsys):
     assert (2, 0.0, bench.RENEWAL) in names and (2, 0.0, "transformers, gamma 3") not in names
     assert len(payload["machine"]["bars"]) == 8
     assert path.with_suffix(".md").read_text() in capsys.readouterr().out
+
+
+def test_drafters_take_a_target_alone(tmp_path):
+    target = ["--target", str(find_pair() / "target"), "--output", str(tmp_path)]
+    assert bench.main(["--quick", "--drafters", "lookup", *target]) == 0
+    (path,) = tmp_path.glob("*.json")
+    names = {record["contestant"] for record in json.loads(path.read_text())["records"]}
+    assert any("lookup" in name for name in names)
+    with pytest.raises(ValueError, match="go together"):
+        bench.main(["--quick", *target])
 
 
 def test_what_differs_is_not_timed(monkeypatch):

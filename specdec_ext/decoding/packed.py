@@ -12,7 +12,6 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checks import shown
@@ -62,7 +61,7 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``, of ``[..., K]`` float32 inputs ``[..., N]``."""
         if torch.compiler.is_compiling() or not self._may_use_packed(input):
-            return F.linear(input, self.weight, self.bias)
+            return super().forward(input)
         packed = self._packed
         if packed is None or not packed.is_of(self.weight):
             packed = self._packed = _Packed.of(self.weight)
@@ -145,9 +144,8 @@ def pack_linears(model: Any) -> int:
     if not torch.backends.mkldnn.is_available():
         raise RuntimeError("pack_linears: this torch was built without oneDNN (mkldnn)")
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    # Other kinds may compute something else.
-    known = [layer for layer in linears if type(layer) in (nn.Linear, PackedLinear)]
-    layers = list(filter(is_packable, known))
+    own = (nn.Linear, PackedLinear)  # other kinds may compute something else
+    layers = [layer for layer in linears if type(layer) in own and is_packable(layer)]
     if not layers:
         kinds = sorted({f"{p.dtype} on {p.device.type}" for p in model.parameters()})
         raise ValueError(

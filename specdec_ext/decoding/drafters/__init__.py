@@ -16,14 +16,11 @@ from .interface import (
     check_draft,
     estimates_chances,
     estimates_some_chances,
-    last_tokens,
-    lengthened,
-    prefix_or_drawn,
     reads_features,
-    without_padding,
 )
 from .model import as_drafter
 from .parts import check_distinct
+from .rows import last_tokens, lengthened, prefix_or_drawn, without_padding
 
 __all__ = [
     "ByChance",

@@ -13,7 +13,8 @@ from ..checks import shown
 from ..counts import Counts
 from ..trees import StaticTree, TreeDraft, draft_grown, draft_nothing, draft_static
 from . import Draft, GoOn, Requests
-from .interface import columns_in_use, over_the_target
+from .interface import over_the_target
+from .rows import columns_in_use
 from .tree import Branches, NodeMasks
 
 if TYPE_CHECKING:

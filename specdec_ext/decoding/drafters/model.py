@@ -17,11 +17,9 @@ from .interface import (
     GoOn,
     NoDrafter,
     Requests,
-    last_tokens,
-    lengthened,
     made_drafter,
-    prefix_or_drawn,
 )
+from .rows import last_tokens, lengthened, prefix_or_drawn
 
 __all__ = ["ModelDrafter", "as_drafter"]
 
