@@ -62,12 +62,12 @@ class RenewalRule:
     draft, nothing is drafted but in trials, and drafting begins again once that pays. Trials are
     paid for: what rounds that draft have lost against plain ones, by the tokens that they emitted
     and the time that they took, is at most `CREDIT` plain rounds at first, and a share 1 / (4
-    ``probe``) of all rounds later. What a text's first draft takes, which runs the prompt as well,
-    is known only then: it may be more than that, and trials wait until it is paid for. So the first
-    drafts are short, and lengthen as they are accepted; the second round of a rule that knows
-    nothing drafts nothing, to see what that takes. While drafts pay, a round without one is run now
-    and then to see whether they still do, the more seldom the more they gain; and where all rounds
-    had the same length, one of half of it shows what a draft token costs.
+    ``probe``) of all rounds later. So the first drafts are short, and lengthen as they are
+    accepted; the second round of a rule that knows nothing drafts nothing, to see what that takes.
+    A text's first draft runs the prompt as well and may lose more, which is known only then;
+    further trials wait until that is paid for. While drafts pay, a round without one is run now and
+    then to see whether they still do, the more seldom the more they gain; and where all rounds had
+    the same length, one of half of it shows what a draft token costs.
 
     Parameters
     ----------
