@@ -7,15 +7,20 @@
 
 Under greedy decoding a draft token is accepted if it is the text's next one. So a recorded text
 says exactly which drafts a drafter would have made and what would have become of them, and a change
-of a drafter is judged in seconds, without a model. `record` decodes prompts plainly and greedily;
+of a drafter is judged in seconds, without a model. A sampled text says it as well: drafters that
+copy propose tokens, not laws, and such a token x is accepted with the probability p(x) that the
+target gives it, which is how often x is what plain decoding draws; where it is not, the token that
+takes its place follows the law of the other draws. `record` decodes prompts plainly, greedily or
+with ``--temperature``;
 `play` gives the tokens a call of drafters and of transformers' prompt lookup, kind by kind (a kind
 is a prompt file's name), with standard errors over prompts, and the draft tokens a call that it
 took.
 
 `times` measures what a call of the target takes by its number of tokens. With those, `play` also
 gives each drafter's speed over plain decoding, the geometric mean over texts, as if nothing but the
-target took time, and lets `RenewalRule` play, one that goes on learning from text to text and one
-that begins anew with each. Its clock shows these times, each with some noise.
+target took time, and lets `RenewalRule` play, one that goes on learning from text to text, a text
+of each kind by turns, and one that begins anew with each. Its clock shows these times, each with
+some noise.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,8 +202,9 @@ def record(options: argparse.Namespace) -> None:
     for begin in range(0, len(prompts), options.batch):
         some = prompts[begin : begin + options.batch]
         ids, mask = left_padded([prompt.ids[0] for _, prompt in some])
-        plain = ours(pair, Setting(len(some), 0.0), options.tokens, stops=True)
-        outputs = plain(ids, mask, 0).tokens
+        setting = Setting(len(some), options.temperature)
+        plain = ours(pair, setting, options.tokens, stops=True)
+        outputs = plain(ids, mask, options.seed).tokens
         for (kind, prompt), output in zip(some, outputs, strict=True):
             asked = prompt.ids[0].tolist()
             text = Text(kind, prompt.name, asked, output, list(ends(pair)), options.tokens)
@@ -226,6 +232,14 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[Text], Propo
                 text, DRAFTERS[n](None), g
             )
     return found
+
+
+def in_turn(texts: Sequence[Text]) -> list[Text]:
+    """Order texts so that one of each kind comes, then the next ones: users' texts are mixed."""
+    by_kind: dict[str, list[Text]] = {}
+    for text in texts:
+        by_kind.setdefault(text.kind, []).append(text)
+    return [text for row in zip_longest(*by_kind.values()) for text in row if text is not None]
 
 
 def summarize(played: dict[str, dict[str, list[Played]]]) -> list[dict[str, Any]]:
@@ -304,6 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recording.add_argument("--prompts", type=Path, nargs="+", required=True)
     recording.add_argument("--tokens", type=int, default=96, help="new tokens a prompt at most")
     recording.add_argument("--batch", type=int, default=8)
+    recording.add_argument("--temperature", type=float, default=0.0)
+    recording.add_argument("--seed", type=int, default=0, help="of the sampling")
     recording.add_argument("--device", default="cpu")
     timing = commands.add_parser("times")
     timing.add_argument("file", type=Path)
@@ -314,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timing.add_argument("--device", default="cpu")
     timing.add_argument("--packed", action="store_true", help="see pack_linears")
     playing = commands.add_parser("play")
-    playing.add_argument("file", type=Path)
+    playing.add_argument("files", type=Path, nargs="+", metavar="file")
     playing.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=["lookup", "suffix"])
     playing.add_argument("--gamma", type=int, nargs="+", default=[5, 10])
     playing.add_argument("--times", type=Path, help="what `times` wrote")
@@ -331,22 +347,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.times is not None:
         known = {int(n): s for n, s in json.loads(options.times.read_text()).items()}
         options.clock = CallTimes(known, options.noise)
-    texts = [Text(**item) for item in json.loads(options.file.read_text())]
-    kinds = dict.fromkeys(text.kind for text in texts)
-    played = {
-        name: {
-            kind: [play(t, start(t), options.clock) for t in texts if t.kind == kind]
-            for kind in kinds
-        }
-        for name, start in contestants(options).items()
-    }
+    texts = in_turn(
+        [Text(**item) for file in options.files for item in json.loads(file.read_text())]
+    )
+    played: dict[str, dict[str, list[Played]]] = {}
+    for name, start in contestants(options).items():
+        by_kind = played.setdefault(name, {})
+        for text in texts:
+            found = play(text, start(text), options.clock)
+            by_kind.setdefault(text.kind, []).append(found)
     records = summarize(played)
-    text = table(records)
-    print(text)
+    shown = table(records)
+    print(shown)
     if options.output is not None:
         facts = common.machine_facts()
         facts["command"] = " ".join(["replay.py", *(arguments or sys.argv[1:])])
-        common.write_record(options.output, facts, records, text)
+        common.write_record(options.output, facts, records, shown)
     return 0
 
 

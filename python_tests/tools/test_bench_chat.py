@@ -240,7 +240,15 @@ def test_record_and_play(monkeypatch, tmp_path, capsys, shipped):
     texts = json.loads(file.read_text())
     assert len(texts) == 3 and {t["kind"] for t in texts} == {"words"}
     assert all(1 <= len(t["output"]) <= 12 for t in texts)
+    sampled = []
+    for number, seed in enumerate([1, 1, 2]):
+        other = tmp_path / f"sampled{number}.json"
+        line[1] = other
+        assert replay.main([*map(str, [*line, "--temperature", 2, "--seed", seed])]) == 0
+        sampled.append(json.loads(other.read_text()))
+    assert sampled[0] == sampled[1] != sampled[2] != texts
     capsys.readouterr()
+    assert replay.main(["play", str(file), str(other), "--gamma", "3"]) == 0
     found = tmp_path / "found"
     assert replay.main(["play", str(file), "--gamma", "3", "--output", str(found)]) == 0
     table = capsys.readouterr().out
@@ -256,6 +264,11 @@ def test_record_and_play(monkeypatch, tmp_path, capsys, shipped):
     assert "| suffix, gamma 3 " in table and "| transformers, lookup 3 " in table
     played = replay.play(text, replay.ours_on(text, LookupDrafter(), 3))
     assert played.tokens == len(text.output) and 1 <= played.calls <= played.tokens
+
+
+def test_texts_of_all_kinds_are_played_by_turns():
+    texts = [replay.Text(kind, name, [1], [2], [], 1) for kind, name in ("aA", "aB", "bC", "aD")]
+    assert "".join(text.name for text in replay.in_turn(texts)) == "ACBD"
 
 
 def test_speeds_of_a_replay_by_hand():
