@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import mul
 from statistics import median
 
 __all__ = ["Calibration", "RoundTimes", "TokenRate"]
@@ -212,7 +213,12 @@ class TokenRate:
     @property
     def rho(self) -> float:
         """The rate; at least that of plain decoding, which is always to be had."""
-        return max(self.tokens / self._time, float(len(self._tokens)))
+        return self.weighed([1.0] * len(self._tokens))
+
+    def weighed(self, weights: Sequence[float]) -> float:
+        """Return the rate where tokens of the requests count so much, 1 in the mean."""
+        tokens = sum(map(mul, weights, self._tokens))
+        return max(tokens / self._time, float(len(self._tokens)))
 
     def add(self, accepted: Sequence[int], time: float) -> None:
         """Count a round."""

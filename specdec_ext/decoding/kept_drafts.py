@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
@@ -18,6 +19,12 @@ class KeptDrafts:
     Such drafts cost nothing themselves. Of all lengths n, `keep` takes the one whose expected
     tokens exceed rho (t(n) - t(0)) the most, where t(n) is the measured time of a round of n draft
     tokens and rho the tokens that the batch emits per time.
+
+    A generation ends with the slowest request of its batch, and the target's call takes about as
+    long for fewer requests. So what a request gains by which it is ahead of the others saves no
+    time, while it makes each of them wait for longer calls. Tokens of a request that is a tokens
+    ahead of the slowest one therefore count in proportion to exp(-a / `AHEAD`), in what is expected
+    and in rho.
 
     Parameters
     ----------
@@ -38,6 +45,7 @@ class KeptDrafts:
     """
 
     SETUP = 1.4  # plain rounds that a begun round counts as until that is measured
+    AHEAD = 3.0  # tokens
 
     def __init__(self, c: float, patience: int, memory: int) -> None:
         self.times, self.estimates = RoundTimes(c), Estimates()
@@ -50,24 +58,32 @@ class KeptDrafts:
         self.times.part()
         self.estimates.start(batch)
         self._rate.start(batch)
-        self._batch = batch
+        self._emitted = [0] * batch
         self.begin()
 
     def begin(self) -> None:
         """Begin a round."""
-        self._kept: list[Sequence[float]] = [()] * self._batch
-        self._rho = self._rate.rho
+        self._kept: list[Sequence[float]] = [()] * len(self._emitted)
+        self._weights = self._weigh()
+        self._rho = self._rate.weighed(self._weights)
+
+    def _weigh(self) -> list[float]:
+        """Return how much a token of each request counts; 1 in the mean."""
+        least = min(self._emitted, default=0)
+        shares = [math.exp((least - emitted) / self.AHEAD) for emitted in self._emitted]
+        return [share * len(shares) / sum(shares) for share in shares]
 
     def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many tokens of each request to keep, given estimates of their chances."""
-        paths = [list(accumulate(row, mul)) for row in self.estimates.corrected(chances)]
+        rows = zip(self._weights, self.estimates.corrected(chances), strict=True)
+        paths = [[weight * p for p in accumulate(row, mul)] for weight, row in rows]
         length = self._best([sum(at) for at in zip_longest(*paths, fillvalue=0.0)])
         kept = [row[:length] for row in chances]
         self._kept = [new or old for new, old in zip(kept, self._kept, strict=True)]
         return list(map(len, kept))
 
     def _best(self, paths: Sequence[float]) -> int:
-        """Return the best draft length, given the sum of all P(b, j), for j = 1, 2, ..."""
+        """Return the best draft length, given the weighed sum of all P(b, j), for j = 1, 2, ..."""
         price = self._rho * max(1 - self._idle / self._patience, 0.0)
         first = 1.0 if self.times.plain_seen else self.SETUP
         gains = [
@@ -90,10 +106,11 @@ class KeptDrafts:
                 tested = [j < accepted[b] for j in range(min(accepted[b] + 1, drafted[b]))]
                 self.estimates.observe(b, row[: len(tested)], tested)
         self._rate.add(accepted, plain_rounds)
+        self._emitted = [n + taken + 1 for n, taken in zip(self._emitted, accepted, strict=True)]
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         self.times.part()
         self.estimates.select(indices)
         self._rate.select(indices)
-        self._batch = len(indices)
+        self._emitted = [self._emitted[b] for b in indices]

@@ -52,7 +52,8 @@ class RenewalRule:
     what became of earlier ones (`Estimates`). In a `StackedDrafter` such a drafter may stand before
     a model. Each of the two has its own costs and its own rho then, and for the model, rounds of
     copies do not count: what it may draft where there is nothing to copy does not depend on how
-    fast copies are.
+    fast copies are. In a batch, copies of a request that is ahead of the others count for less:
+    the generation ends with the slowest one.
 
     **What looking costs.** To read a token's confidence the host waits for the device. Where that
     takes more than it is expected to gain, drafts get the length that the mean rates make best, and
