@@ -219,7 +219,14 @@ def test_bars():
     lines = bench.bars(slow, [5])
     assert any(line.startswith(f"FAIL  {mine}, copying kinds: 1.10") for line in lines)
     assert lines[-2].startswith("FAIL  greedy output") and lines[-1] == "a bug"
-    assert bench.bars(slow._replace(setting=bench.Setting(4, 0.0)), [5]) == []
+    # In batches and at a temperature: the policy's bar; texts are compared where they are greedy.
+    for setting in (bench.Setting(4, 0.0), bench.Setting(1, 0.7)):
+        other = bench.bars(slow._replace(setting=setting), [5])
+        rule = [line for line in other if "renewal" in line]
+        assert len(rule) == 8 and {line[:4] for line in rule} == {"PASS", "FAIL"}
+        rest = other[8:]
+        assert (rest[-1:] == ["a bug"] and "greedy" in rest[0]) == (not setting.temperature)
+        assert len(rest) == (0 if setting.temperature else 2)
 
 
 def test_what_differs_is_a_bug(shipped):
