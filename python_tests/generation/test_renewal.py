@@ -15,7 +15,7 @@ from specdec_ext import theory
 from specdec_ext.decoding import RenewalRule
 from specdec_ext.decoding.calibration import Calibration, RoundTimes
 from specdec_ext.decoding.estimates import Estimates
-from specdec_ext.decoding.kept_drafts import KeptDrafts
+from specdec_ext.decoding.progress import Progress
 
 # --- on simulated streams ---------------------------------------------------------------------
 
@@ -213,8 +213,12 @@ def test_renewal_switches_on_again():
     assert gamma == pytest.approx(best, abs=1) and factor > 2.0
 
 
-def test_renewal_decides_for_each_request():
-    """A request that the draft suits drafts, its mate does not, and keeps that when rows move."""
+def test_renewal_decides_for_each_request(monkeypatch):
+    """A request that the draft suits drafts, its mate does not, and keeps that when rows move.
+
+    Where the tokens of both count alike, however far one is ahead.
+    """
+    monkeypatch.setattr(Progress, "AHEAD", 1e9)
     stream, rng, alphas = Stream(0.15, batch=2), random.Random(3), [0.9, 0.02]
     policy = renewal(stream)
 
@@ -567,63 +571,6 @@ def test_chances_of_a_batch_count_together():
         policy.kept_drafts._rho = 1.0  # as if a round emitted one token, whatever the batch
         # 0.54 and 0.29 of each request, for 1.4 (1 + 2 / 10) - 1 = 0.68 and a half of that before
         assert policy.keep([[0.62, 0.5]] * batch) == [kept] * batch
-
-
-def test_a_draft_counts_for_less_where_its_request_is_ahead():
-    """Twelve tokens ahead: 0.04 of a mean token's worth, and 1.96 of it for the other request."""
-    line = {0: 1.0, 1: 1.1, 2: 1.15}
-    for drafts, kept in ((([0.9] * 2, []), [0, 0]), (([], [0.9] * 2), [0, 2])):
-        policy = RenewalRule(16, clock=lambda: 0.0)
-        policy.start(2)
-        for n in 30 * [*line]:
-            policy.kept_drafts.times.observe(n, line[n])
-        policy.lengths()
-        assert policy.keep([[0.99] * 12, []]) == [12, 0]  # both have come as far
-        policy.commit([12, 0], [12, 0])
-        policy.lengths()
-        assert policy.keep(drafts) == kept
-
-
-# Rounds of four requests by the longest draft, of the same model with packed weights.
-OF_FOUR = (98, 130, 132, 135, 150, 163, 175, 180, 236, 243, 250, 264, 277, 290, 300, 305, 310)
-
-
-def factor_of_a_batch(kinds: list[str], seed: int) -> float:
-    """Decode texts of these kinds side by side, until the last one has its 96 tokens."""
-    now, rng = [0.0], random.Random(seed)
-    policy = RenewalRule(16, clock=lambda: now[0])
-    for _ in range(4):  # the first ones are practice
-        policy.start(len(kinds))
-        going, tokens, begun = [*kinds], [0] * len(kinds), now[0]
-        while going:
-            policy.lengths()
-            said = [
-                [MIXED[kind][2]] * rng.randint(2, 10) if rng.random() < MIXED[kind][0] else []
-                for kind in going
-            ]
-            drafted = policy.keep(said)
-            now[0] += OF_FOUR[max(drafted)] * (1 + rng.uniform(-0.05, 0.05))
-            accepted = [
-                next((j for j in range(n) if rng.random() >= MIXED[kind][1]), n)
-                for kind, n in zip(going, drafted, strict=True)
-            ]
-            policy.commit(drafted, accepted)
-            tokens = [n + taken + 1 for n, taken in zip(tokens, accepted, strict=True)]
-            left = [i for i, n in enumerate(tokens) if n < 96]
-            if len(left) < len(going):
-                going, tokens = [going[i] for i in left], [tokens[i] for i in left]
-                policy.select(left)
-    return 96 * OF_FOUR[0] / (now[0] - begun)
-
-
-@pytest.mark.parametrize("ahead, waits", [(KeptDrafts.AHEAD, False), (1e9, True)])
-def test_a_batch_does_not_wait_for_copies_of_one_request(monkeypatch, ahead, waits):
-    """Three texts with nothing to copy, and one whose copies save the batch no time."""
-    monkeypatch.setattr(KeptDrafts, "AHEAD", ahead)
-    mixed = [factor_of_a_batch(["copies", "free", "free", "free"], seed) for seed in range(6)]
-    assert (statistics.mean(mixed) < 0.95) == waits  # 0.92 and 0.98
-    alike = [factor_of_a_batch(["copies"] * 4, seed) for seed in range(3)]
-    assert statistics.mean(alike) > 1.2
 
 
 def test_estimates():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
@@ -20,11 +19,8 @@ class KeptDrafts:
     tokens exceed rho (t(n) - t(0)) the most, where t(n) is the measured time of a round of n draft
     tokens and rho the tokens that the batch emits per time.
 
-    A generation ends with the slowest request of its batch, and the target's call takes about as
-    long for fewer requests. So what a request gains by which it is ahead of the others saves no
-    time, while it makes each of them wait for longer calls. Tokens of a request that is a tokens
-    ahead of the slowest one therefore count in proportion to exp(-a / `AHEAD`), in what is expected
-    and in rho.
+    In a batch, what is expected and rho are sums over the requests, whose tokens count as much as
+    `Progress` says.
 
     Parameters
     ----------
@@ -45,7 +41,6 @@ class KeptDrafts:
     """
 
     SETUP = 1.4  # plain rounds that a begun round counts as until that is measured
-    AHEAD = 3.0  # tokens
 
     def __init__(self, c: float, patience: int, memory: int) -> None:
         self.times, self.estimates = RoundTimes(c), Estimates()
@@ -58,20 +53,12 @@ class KeptDrafts:
         self.times.part()
         self.estimates.start(batch)
         self._rate.start(batch)
-        self._emitted = [0] * batch
-        self.begin()
+        self.begin([1.0] * batch)
 
-    def begin(self) -> None:
-        """Begin a round."""
-        self._kept: list[Sequence[float]] = [()] * len(self._emitted)
-        self._weights = self._weigh()
-        self._rho = self._rate.weighed(self._weights)
-
-    def _weigh(self) -> list[float]:
-        """Return how much a token of each request counts; 1 in the mean."""
-        least = min(self._emitted, default=0)
-        shares = [math.exp((least - emitted) / self.AHEAD) for emitted in self._emitted]
-        return [share * len(shares) / sum(shares) for share in shares]
+    def begin(self, weights: Sequence[float]) -> None:
+        """Begin a round, in which a token of each request counts so much."""
+        self._kept: list[Sequence[float]] = [()] * len(weights)
+        self._weights, self._rho = weights, self._rate.weighed(weights)
 
     def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many tokens of each request to keep, given estimates of their chances."""
@@ -106,11 +93,9 @@ class KeptDrafts:
                 tested = [j < accepted[b] for j in range(min(accepted[b] + 1, drafted[b]))]
                 self.estimates.observe(b, row[: len(tested)], tested)
         self._rate.add(accepted, plain_rounds)
-        self._emitted = [n + taken + 1 for n, taken in zip(self._emitted, accepted, strict=True)]
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
         self.times.part()
         self.estimates.select(indices)
         self._rate.select(indices)
-        self._emitted = [self._emitted[b] for b in indices]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from .drafters import GoOn
 from .estimates import odds, probability
 from .kept_drafts import KeptDrafts
 from .policies import MOST_DRAFTED, confidence
+from .progress import Progress
 
 __all__ = ["RenewalRule"]
 
@@ -52,8 +54,10 @@ class RenewalRule:
     what became of earlier ones (`Estimates`). In a `StackedDrafter` such a drafter may stand before
     a model. Each of the two has its own costs and its own rho then, and for the model, rounds of
     copies do not count: what it may draft where there is nothing to copy does not depend on how
-    fast copies are. In a batch, copies of a request that is ahead of the others count for less:
-    the generation ends with the slowest one.
+    fast copies are.
+
+    **Batches.** A generation ends with the slowest request of its batch. So tokens of a request
+    that is ahead of the others count for less, in rho and in the sum over b: see `Progress`.
 
     **What looking costs.** To read a token's confidence the host waits for the device. Where that
     takes more than it is expected to gain, drafts get the length that the mean rates make best, and
@@ -145,6 +149,7 @@ class RenewalRule:
         self.times, self.table = RoundTimes(c), Calibration()
         self.kept_drafts = KeptDrafts(c, 8 * self.probe, memory)
         self._keep, self._clock = 1 - 1 / memory, clock
+        self._progress = Progress()
         self._rate = TokenRate(memory)  # over rounds without estimated drafts
         self._everyone = _Trials(1 - 1 / (8 * memory))
         # Of looking at confidence, a round: tokens that it gains, and seconds that it takes.
@@ -159,6 +164,7 @@ class RenewalRule:
         """Begin a generation, keeping what is known of the models."""
         self.times.part()
         self.kept_drafts.start(batch)
+        self._progress.start(batch)
         self._round = 0
         self._trials = [_Trials(self._keep) for _ in range(batch)]
         self._rate.start(batch)
@@ -173,7 +179,8 @@ class RenewalRule:
         self._paths: list[float] = []  # sum over the requests of P(b, j), for j = 1, 2, ...
         self._seen: list[list[int | None] | None] = []  # bin of confidence, by token and request
         self._asked = 0.0  # seconds that go_on took in this round
-        self.kept_drafts.begin()
+        self._weights = self._progress.weights
+        self.kept_drafts.begin(self._weights)
         rho = self._look_ahead()
         self._best = self._best_length(rho)
         self._may_ask = self._is_worth_asking()
@@ -196,7 +203,7 @@ class RenewalRule:
         self._factors = [odds(alpha) / odds(prior) for alpha in self._alphas]
         batch = len(self._alphas)
         # At least the rate of plain decoding, which is always to be had.
-        rho = self._rate.rho
+        rho = self._rate.weighed(self._weights)
         self._needed = rho * self.times.setup * self.times.c  # what the sum of all P must reach
         self._share = self._needed / max(batch, 1) ** 2  # what a request's own P must reach
         return rho
@@ -216,7 +223,7 @@ class RenewalRule:
     def _best_length(self, rho: float) -> int:
         """Return the draft length that is best by the mean acceptance rates; 0: plain decoding."""
         gain = best = 0.0
-        survival, length = [1.0] * len(self._alphas), 0
+        survival, length = [*self._weights], 0
         for n in range(1, self.limit + 1):
             survival = [p * alpha for p, alpha in zip(survival, self._alphas, strict=True)]
             if sum(survival) < self.LEAST:
@@ -256,11 +263,12 @@ class RenewalRule:
     def _worthwhile(self, step: int) -> list[float]:
         """Return P(b, step) of the requests that draft another token, 0 of the others."""
         total, found = 0.0, []
-        for p, alpha, length in zip(self._survival, self._alphas, self._lengths, strict=True):
+        rows = zip(self._survival, self._alphas, self._lengths, self._weights, strict=True)
+        for p, alpha, length, weight in rows:
             chance = p * alpha
             goes = step < length and chance >= self._share
             found.append(p if goes else 0.0)
-            total += chance if goes else 0.0
+            total += weight * chance if goes else 0.0
         return found if total >= self._needed else [0.0] * len(found)
 
     def _see(self, tokens: Tensor, logits: Tensor | None) -> None:
@@ -277,7 +285,7 @@ class RenewalRule:
                 for k, factor in zip(bins, self._factors, strict=True)
             ]
         self._survival = [p * rate for p, rate in zip(self._survival, rates, strict=True)]
-        self._paths.append(sum(self._survival))
+        self._paths.append(sum(map(mul, self._weights, self._survival)))
         self._seen.append(bins)
 
     def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
@@ -314,6 +322,7 @@ class RenewalRule:
         self._calibrate(own, taken)
         self._appraise(steps)
         self._count(own, taken)
+        self._progress.add(accepted)
         if any(serves):
             return
         self._rate.add(accepted, relative)
@@ -375,7 +384,7 @@ class RenewalRule:
         """Count what this round lost or gained against a plain one; lengthen the first drafts."""
         gain = 1 / (4 * self.probe)
         if any(drafted):
-            gain += 1 + sum(accepted) / len(accepted) - spent
+            gain += 1 + sum(map(mul, self._weights, accepted)) / len(accepted) - spent
         self._credit = min(max(self._credit + gain, -self.DEBT), self.CREDIT)
         pairs = zip(drafted, accepted, strict=True)
         if any(n == taken == self._cap for n, taken in pairs) or self._knows_acceptance:
@@ -421,6 +430,7 @@ class RenewalRule:
         self.kept_drafts.select(indices)
         self._trials = [self._trials[b] for b in indices]
         self._rate.select(indices)
+        self._progress.select(indices)
 
 
 class _Trials:
