@@ -217,7 +217,7 @@ class TokenRate:
 
     def weighed(self, weights: Sequence[float]) -> float:
         """Return the rate where tokens of the requests count so much, 1 in the mean."""
-        tokens = sum(map(mul, weights, self._tokens))
+        tokens: float = sum(map(mul, weights, self._tokens))
         return max(tokens / self._time, float(len(self._tokens)))
 
     def add(self, accepted: Sequence[int], time: float) -> None:
