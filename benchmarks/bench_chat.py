@@ -240,7 +240,8 @@ def bars(found: Outcome, gammas: Sequence[int]) -> list[str]:
     """Hold a setting against the bars; most of them are on greedy decoding at batch 1."""
     by = {(r["kind"], r["contestant"]): r for r in summarize(found)}
     greedy = found.setting.temperature == 0
-    judged = on_copies(found, by, gammas) if greedy and found.setting.batch == 1 else []
+    alone = greedy and found.setting.batch == 1
+    judged = on_copies(found, by, gammas) if alone else []
     for kind in KINDS:
         for name in found.runs:
             if name.endswith(RENEWAL):
@@ -252,7 +253,7 @@ def bars(found: Outcome, gammas: Sequence[int]) -> list[str]:
                 judged.append((what, record["speed"] >= NOT_SLOWER))
     if not greedy:
         return list(map(verdict, judged))
-    judged += of_the_rest(found, by) if found.setting.batch == 1 else []
+    judged += of_the_rest(found, by) if alone else []
     texts = sum(len(run.tokens) for run in found.runs[PLAIN])
     what = (
         f"greedy output of {len(found.runs)} contestants on {texts} texts: {len(found.bugs)} differ"

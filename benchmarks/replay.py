@@ -11,10 +11,9 @@ of a drafter is judged in seconds, without a model. A sampled text says it as we
 copy propose tokens, not laws, and such a token x is accepted with the probability p(x) that the
 target gives it, which is how often x is what plain decoding draws; where it is not, the token that
 takes its place follows the law of the other draws. `record` decodes prompts plainly, greedily or
-with ``--temperature``;
-`play` gives the tokens a call of drafters and of transformers' prompt lookup, kind by kind (a kind
-is a prompt file's name), with standard errors over prompts, and the draft tokens a call that it
-took.
+with ``--temperature``; `play` gives the tokens a call of drafters and of transformers' prompt
+lookup, kind by kind (a kind is a prompt file's name), with standard errors over prompts, and the
+draft tokens a call that it took.
 
 `times` measures what a call of the target takes by its number of tokens. With those, `play` also
 gives each drafter's speed over plain decoding, the geometric mean over texts, as if nothing but the

@@ -193,7 +193,7 @@ class TokenRate:
     >>> rate.start(1)
     >>> for _ in range(99):
     ...     rate.add([2], 1.5)
-    >>> round(rate.rho, 1)
+    >>> round(rate.rho([1.0]), 1)
     2.0
     """
 
@@ -205,20 +205,14 @@ class TokenRate:
         """Begin a generation, as if it had had one plain round."""
         self._tokens, self._time = [1.0] * batch, 1.0
 
-    @property
-    def tokens(self) -> float:
-        """The moving sum of the batch's tokens."""
-        return sum(self._tokens)
+    def tokens(self, weights: Sequence[float]) -> float:
+        """Return the moving sum of the batch's tokens, which count so much, 1 in the mean."""
+        total: float = sum(map(mul, weights, self._tokens))
+        return total
 
-    @property
-    def rho(self) -> float:
-        """The rate; at least that of plain decoding, which is always to be had."""
-        return self.weighed([1.0] * len(self._tokens))
-
-    def weighed(self, weights: Sequence[float]) -> float:
-        """Return the rate where tokens of the requests count so much, 1 in the mean."""
-        tokens: float = sum(map(mul, weights, self._tokens))
-        return max(tokens / self._time, float(len(self._tokens)))
+    def rho(self, weights: Sequence[float]) -> float:
+        """Return the rate; at least that of plain decoding, which is always to be had."""
+        return max(self.tokens(weights) / self._time, float(len(self._tokens)))
 
     def add(self, accepted: Sequence[int], time: float) -> None:
         """Count a round."""

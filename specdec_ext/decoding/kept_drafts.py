@@ -58,7 +58,7 @@ class KeptDrafts:
     def begin(self, weights: Sequence[float]) -> None:
         """Begin a round, in which a token of each request counts so much."""
         self._kept: list[Sequence[float]] = [()] * len(weights)
-        self._weights, self._rho = weights, self._rate.weighed(weights)
+        self._weights, self._rho = weights, self._rate.rho(weights)
 
     def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many tokens of each request to keep, given estimates of their chances."""

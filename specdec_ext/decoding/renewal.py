@@ -176,7 +176,7 @@ class RenewalRule:
     def lengths(self) -> list[int]:
         """Return the most that each request may draft in this round; the clock starts."""
         self._begun, self._round = self._clock(), self._round + 1
-        self._paths: list[float] = []  # sum over the requests of P(b, j), for j = 1, 2, ...
+        self._paths: list[float] = []  # weighed sums of P(b, j), for j = 1, 2, ...
         self._seen: list[list[int | None] | None] = []  # bin of confidence, by token and request
         self._asked = 0.0  # seconds that go_on took in this round
         self._weights = self._progress.weights
@@ -203,8 +203,8 @@ class RenewalRule:
         self._factors = [odds(alpha) / odds(prior) for alpha in self._alphas]
         batch = len(self._alphas)
         # At least the rate of plain decoding, which is always to be had.
-        rho = self._rate.weighed(self._weights)
-        self._needed = rho * self.times.setup * self.times.c  # what the sum of all P must reach
+        rho = self._rate.rho(self._weights)
+        self._needed = rho * self.times.setup * self.times.c  # what the sum of P must reach
         self._share = self._needed / max(batch, 1) ** 2  # what a request's own P must reach
         return rho
 
@@ -218,7 +218,8 @@ class RenewalRule:
         """Tell whether looking at confidence gains more tokens than its time is worth."""
         if self._round % self.EXPLORE == 0 or self.table.trials < self.ENOUGH:
             return True
-        return self._worth * self._seconds >= self._price * self._rate.tokens
+        tokens = self._rate.tokens(self._weights)
+        return self._worth * self._seconds >= self._price * tokens
 
     def _best_length(self, rho: float) -> int:
         """Return the draft length that is best by the mean acceptance rates; 0: plain decoding."""
