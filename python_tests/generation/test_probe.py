@@ -218,27 +218,63 @@ def test_a_model_that_reads_the_whole_text_in_each_call_is_refused():
         specdec_ext.generate(target, None, torch.tensor([[3, 4, 5]]))
 
 
+def count_calls(model):
+    """Count a model's calls from now on, in a list of one number."""
+    calls = [0]
+
+    def count(*args):
+        calls[0] += 1
+
+    model.register_forward_hook(count)
+    return calls
+
+
 def test_the_question_is_asked_once_for_a_class_and_a_configuration():
     target, _ = build("qwen2", seed=1)
     probe._found.clear()
-    calls = 0
-
-    def count(*args):
-        nonlocal calls
-        calls += 1
-
-    target.register_forward_hook(count)
+    calls = count_calls(target)
     probe.find_traits(target, 64, static=False)
-    asked = calls
+    asked = calls[0]
     assert 0 < asked < 30
     probe.find_traits(target, 64, static=False)
-    assert calls == asked
+    assert calls[0] == asked
     twin = copy.deepcopy(target)
     probe.find_traits(twin, 64, static=False)
-    assert calls == asked
+    assert calls[0] == asked
     twin.config.rope_theta = 77.0
     probe.find_traits(twin, 64, static=False)
-    assert calls > asked
+    assert calls[0] > asked
+
+
+def test_what_is_free_in_a_large_cache_is_not_asked_of_smaller_ones():
+    target, _ = build("qwen2", seed=1)
+    probe._found.clear()
+    calls = count_calls(target)
+    for ask in (probe.find_traits, probe.check_trees):
+        found = ask(target, 512, static=False)
+        asked = calls[0]
+        assert ask(target, 64, static=False) == found and calls[0] == asked
+        ask(target, 1024, static=False)  # of larger ones it is
+        assert calls[0] > asked
+        asked = calls[0]
+        ask(target, 64, static=True)  # and of caches of one size
+        assert calls[0] > asked
+    probe.check_static(target, 512)
+    asked = calls[0]
+    probe.check_static(target, 64)
+    assert calls[0] == asked
+
+
+def test_a_window_in_a_large_cache_says_nothing_of_smaller_ones():
+    target, _ = build("mistral_window")
+    config = copy.deepcopy(target.config)
+    config.sliding_window = 100
+    target = type(target)(config).eval().double()
+    assert not probe.find_traits(target, 256, static=False).holes
+    with pytest.raises(ValueError, match="at the nodes of a tree"):
+        probe.check_trees(target, 256, static=False)
+    assert probe.find_traits(target, 64, static=False).holes
+    probe.check_trees(target, 64, static=False)
 
 
 def test_answers_that_depend_on_nothing_settle_nothing():

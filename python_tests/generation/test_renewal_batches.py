@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from test_renewal import MIXED
 
 from specdec_ext.decoding import RenewalRule
-from specdec_ext.decoding.progress import Progress
+from specdec_ext.decoding.progress import Progress, step_gains
 
 # Milliseconds of a round of four requests by the longest draft: SmolLM2's with packed weights, on
 # two cores.
@@ -94,16 +95,43 @@ def test_a_batch_does_not_wait_for_drafts_that_suit_others(monkeypatch, ahead, w
     assert statistics.mean(alike) > 1.4
 
 
+def rounds_of(line: dict[int, float], batch: int) -> RenewalRule:
+    """Make a rule that knows what rounds of such drafts take, at the beginning of a generation."""
+    policy = RenewalRule(16, clock=lambda: 0.0)
+    policy.start(batch)
+    for n in 30 * [*line]:
+        policy.kept_drafts.times.observe(n, line[n])
+    policy.lengths()
+    return policy
+
+
 def test_a_draft_counts_for_less_where_its_request_is_ahead():
-    """Twelve tokens ahead: 0.04 of a mean token's worth, and 1.96 of it for the other request."""
-    line = {0: 1.0, 1: 1.1, 2: 1.15}
+    """Seven tokens ahead: 0.18 of a mean token's worth, and 1.82 of it for the other request."""
     for drafts, kept in ((([0.9] * 2, []), [0, 0]), (([], [0.9] * 2), [0, 2])):
-        policy = RenewalRule(16, clock=lambda: 0.0)
-        policy.start(2)
-        for n in 30 * [*line]:
-            policy.kept_drafts.times.observe(n, line[n])
-        policy.lengths()
-        assert policy.keep([[0.99] * 12, []]) == [12, 0]  # both have come as far
-        policy.commit([12, 0], [12, 0])
+        policy = rounds_of({0: 1.0, 1: 1.1, 2: 1.15}, 2)
+        assert policy.keep([[0.99] * 7, []]) == [7, 0]  # both have come as far
+        policy.commit([7, 0], [7, 0])
         policy.lengths()
         assert policy.keep(drafts) == kept
+
+
+@pytest.mark.parametrize("ahead, kept", [(Progress.AHEAD, 5), (1e9, 12)])
+def test_the_later_tokens_of_one_copy_count_for_less(monkeypatch, ahead, kept):
+    """A token costs 0.2 tokens of the batch, and the sixth of one request counts exp(-5 / 3)."""
+    monkeypatch.setattr(Progress, "AHEAD", ahead)
+    line = {n: 1 + 0.05 * n for n in (0, 1, 4, 12)}
+    assert rounds_of(line, 4).keep([[0.999] * 12, [], [], []]) == [kept, 0, 0, 0]
+    assert rounds_of(line, 4).keep([[0.999] * 12] * 4) == [12] * 4  # nobody gets ahead
+    assert rounds_of(line, 1).keep([[0.999] * 12]) == [12]
+
+
+def test_steps_of_requests_that_keep_pace_count_in_full():
+    chances = [0.9, 0.8, 0.7]
+    alike = step_gains([chances] * 3, [1.0] * 3)
+    assert alike[0] == pytest.approx(2.7)
+    # Who has one token accepted is not ahead where 1.7 of the others' two can be expected to be.
+    assert alike[1] == pytest.approx(2.4)
+    # A step later 2 are, where the others can be expected to have added 0.3 and 0.5.
+    mixed = step_gains([[1.0] * 3, [0.3], [0.5]], [0.5, 1.0, 1.5])
+    assert mixed[2] == pytest.approx(0.5 * math.exp(-(2 - 0.4) / Progress.AHEAD))
+    assert step_gains([], []) == [] and step_gains([[], []], [1.0, 1.0]) == []

@@ -77,10 +77,10 @@ def test_extra_draft_columns(backend, rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_follows_the_draft_is_not_read(backend, rule):
-    case = make_case(13, batch=12, gamma=3, vocab=9, rule=rule)
+    case = make_case(13, batch=8, gamma=3, vocab=9, rule=rule)
     expected = backend.run(case)
     inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in case.inputs.items()}
-    for b in range(12):
+    for b in range(case.batch):
         tokens = inputs["draft_tokens"][b]
         length = int(inputs["draft_lengths"][b])
         stops = (tokens[:length] == -1).nonzero().flatten().tolist()

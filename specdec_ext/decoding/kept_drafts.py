@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from operator import mul
 
 from .calibration import RoundTimes, TokenRate
 from .estimates import Estimates
+from .progress import step_gains
 
 __all__ = ["KeptDrafts"]
 
@@ -20,7 +21,7 @@ class KeptDrafts:
     tokens and rho the tokens that the batch emits per time.
 
     In a batch, what is expected and rho are sums over the requests, whose tokens count as much as
-    `Progress` says.
+    `Progress` and `step_gains` say.
 
     Parameters
     ----------
@@ -62,20 +63,19 @@ class KeptDrafts:
 
     def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many tokens of each request to keep, given estimates of their chances."""
-        rows = zip(self._weights, self.estimates.corrected(chances), strict=True)
-        paths = [[weight * p for p in accumulate(row, mul)] for weight, row in rows]
-        length = self._best([sum(at) for at in zip_longest(*paths, fillvalue=0.0)])
+        paths = [list(accumulate(row, mul)) for row in self.estimates.corrected(chances)]
+        length = self._best(step_gains(paths, self._weights))
         kept = [row[:length] for row in chances]
         self._kept = [new or old for new, old in zip(kept, self._kept, strict=True)]
         return list(map(len, kept))
 
-    def _best(self, paths: Sequence[float]) -> int:
-        """Return the best draft length, given the weighed sum of all P(b, j), for j = 1, 2, ..."""
+    def _best(self, steps: Sequence[float]) -> int:
+        """Return the best draft length, given what each step is expected to add."""
         price = self._rho * max(1 - self._idle / self._patience, 0.0)
         first = 1.0 if self.times.plain_seen else self.SETUP
         gains = [
             gain - price * (first * self.times.relative(n) - 1)
-            for n, gain in enumerate(accumulate(paths), start=1)
+            for n, gain in enumerate(accumulate(steps), start=1)
         ]
         best = max(gains, default=0.0)
         return gains.index(best) + 1 if best > 0 else 0

@@ -47,8 +47,10 @@ UNTRIED = "is in training mode: what it understands cannot be found out; call ev
 
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 
-_found: dict[Hashable, Any] = {}
-_found_of: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+#: Answers, by what identifies the model (see `_identity`) and by the question.
+Found = dict[tuple[Hashable, "_Question"], Any]
+_found: Found = {}
+_found_of: weakref.WeakKeyDictionary[Any, Found] = weakref.WeakKeyDictionary()
 
 
 class _Unsettled(Exception):
@@ -72,7 +74,7 @@ def check_model(model: Any) -> None:
     ValueError
         The model ignores the cache, keeps its context elsewhere, or cannot be called so.
     """
-    _raise(model, _remembered(model, "plain", lambda: _Probe(model).plain_fault()))
+    _raise(model, _remembered(model, _Question("plain"), lambda: _Probe(model).plain_fault()))
 
 
 def find_traits(model: Any, span: int, *, static: bool) -> Traits:
@@ -89,7 +91,10 @@ def find_traits(model: Any, span: int, *, static: bool) -> Traits:
         Whether the cache is to keep one size.
     """
     traits: Traits = _remembered(
-        model, ("traits", span, static), lambda: _Probe(model, static).find_traits(span)
+        model,
+        _Question("traits", static, span),
+        lambda: _Probe(model, static).find_traits(span),
+        is_free=lambda known: known.holes and known.padding,
     )
     return traits
 
@@ -108,7 +113,10 @@ def check_static(model: Any, span: int) -> None:
         Its answers over such a cache differ from those over a growing one.
     """
     fault = _remembered(
-        model, ("static", span), lambda: _Probe(model, static=True).static_fault(span)
+        model,
+        _Question("static", True, span),
+        lambda: _Probe(model, static=True).static_fault(span),
+        is_free=lambda known: known is None,
     )
     _raise(model, fault)
 
@@ -127,7 +135,10 @@ def check_trees(model: Any, span: int, *, static: bool) -> None:
         Its answers at a tree's nodes are not those behind each node's own path.
     """
     fault = _remembered(
-        model, ("tree", span, static), lambda: _Probe(model, static).tree_fault(span)
+        model,
+        _Question("tree", static, span),
+        lambda: _Probe(model, static).tree_fault(span),
+        is_free=lambda known: known is None,
     )
     _raise(model, fault)
 
@@ -145,7 +156,8 @@ def check_features(model: Any) -> None:
     ValueError
         It has none to return, or takes no ``output_hidden_states``.
     """
-    _raise(model, _remembered(model, "features", lambda: _Probe(model).features_fault()))
+    question = _Question("features")
+    _raise(model, _remembered(model, question, lambda: _Probe(model).features_fault()))
 
 
 def _raise(model: Any, fault: str | None) -> None:
@@ -153,16 +165,37 @@ def _raise(model: Any, fault: str | None) -> None:
         raise ValueError(f"generate: {type(described(model)).__name__} {fault}")
 
 
-def _remembered(model: Any, question: Hashable, ask: Callable[[], Any]) -> Any:
-    """Return the answer to a question about a model, asked once for its class and configuration."""
+class _Question(NamedTuple):
+    """What is asked about a model, for caches of one size or growing ones, of so many slots."""
+
+    what: str
+    static: bool = False
+    span: int = 0
+
+
+def _remembered(
+    model: Any,
+    question: _Question,
+    ask: Callable[[], Any],
+    is_free: Callable[[Any], bool] = lambda known: False,
+) -> Any:
+    """Return the answer to a question about a model, asked once for its class and configuration.
+
+    An answer without a restriction (``is_free``) is the answer for all smaller caches, too: no
+    window that is wide enough for more slots is too narrow for fewer.
+    """
     inner = described(model)
-    known: dict[Hashable, Any]
+    known: Found
     known, key = _found, _identity(inner)
     if key is None:
         try:
             known = _found_of.setdefault(model, {})
         except TypeError:  # of which no weak reference can be held
             known = {}
+    for (other, asked), answer in known.items():
+        if other == key and asked[:2] == question[:2] and asked.span > question.span:
+            if is_free(answer):
+                return answer
     if (key, question) not in known:
         try:
             with torch.inference_mode():

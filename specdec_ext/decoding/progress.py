@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "step_gains"]
 
 
 class Progress:
@@ -27,7 +28,7 @@ class Progress:
     [0.54, 1.46]
     """
 
-    AHEAD = 3.0  # tokens
+    AHEAD = 3.0  # tokens by which a request is ahead when its next one counts 1/e
 
     def __init__(self) -> None:
         self.start(0)
@@ -50,3 +51,42 @@ class Progress:
         least = min(self._emitted, default=0)
         shares = [math.exp((least - emitted) / self.AHEAD) for emitted in self._emitted]
         return [share * len(shares) / sum(shares) for share in shares]
+
+
+def step_gains(paths: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    """Return what each step of a batch's drafts can be expected to add.
+
+    Where a request's first tokens are accepted, they put it ahead of the others, and its next ones
+    count for less: in proportion to exp(-a / `Progress.AHEAD`) again, where it is a tokens ahead of
+    what the others are expected to add by then. A long copy for one request of a batch is worth
+    little, then, and one for all of them as much as it is long.
+
+    Parameters
+    ----------
+    paths : sequence of sequence of float
+        ``paths[b][j]``: the chance that the first j + 1 draft tokens of request b are accepted.
+    weights : sequence of float
+        How much a token of each request counts in this round, see `Progress`.
+
+    Returns
+    -------
+    list of float
+        For each step j, the sum over the requests of their tokens' chances, each counted so.
+
+    Examples
+    --------
+    >>> step_gains([[1.0] * 4], [1.0])  # a request alone is ahead of nobody
+    [1.0, 1.0, 1.0, 1.0]
+    >>> [round(gain, 2) for gain in step_gains([[1.0] * 4, []], [1.0, 1.0])]
+    [1.0, 0.72, 0.51, 0.37]
+    """
+    expected, gains = [0.0] * len(paths), []  # of each request, the tokens that are accepted so far
+    others = max(len(paths) - 1, 1)
+    for step, chances in enumerate(zip_longest(*paths, fillvalue=0.0)):
+        expected = [sofar + p for sofar, p in zip(expected, chances, strict=True)]
+        total, gain = sum(expected), 0.0
+        for weight, p, own in zip(weights, chances, expected, strict=True):
+            ahead = max(step - (total - own) / others, 0.0) if len(paths) > 1 else 0.0
+            gain += weight * p * math.exp(-ahead / Progress.AHEAD)
+        gains.append(gain)
+    return gains

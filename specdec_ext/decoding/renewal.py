@@ -57,7 +57,9 @@ class RenewalRule:
     fast copies are.
 
     **Batches.** A generation ends with the slowest request of its batch. So tokens of a request
-    that is ahead of the others count for less, in rho and in the sum over b: see `Progress`.
+    that is ahead of the others count for less, in rho and in the sum over b: see `Progress`. The
+    later tokens of a long copy count for less likewise, since the first ones put their request
+    ahead: see `step_gains`.
 
     **What looking costs.** To read a token's confidence the host waits for the device. Where that
     takes more than it is expected to gain, drafts get the length that the mean rates make best, and
