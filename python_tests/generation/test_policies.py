@@ -487,6 +487,8 @@ def test_an_int_is_a_fixed_policy():
         lambda: GradientAscent(c=0.1, gamma=0),
         lambda: RenewalRule(0),
         lambda: RenewalRule(probe=1),
+        lambda: RenewalRule(ahead=0.0),
+        lambda: RenewalRule(ahead=float("nan")),
     ],
 )
 def test_arguments_out_of_range(call):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 
@@ -15,7 +16,6 @@ from specdec_ext import theory
 from specdec_ext.decoding import RenewalRule
 from specdec_ext.decoding.calibration import Calibration, RoundTimes
 from specdec_ext.decoding.estimates import Estimates
-from specdec_ext.decoding.progress import Progress
 
 # --- on simulated streams ---------------------------------------------------------------------
 
@@ -213,14 +213,13 @@ def test_renewal_switches_on_again():
     assert gamma == pytest.approx(best, abs=1) and factor > 2.0
 
 
-def test_renewal_decides_for_each_request(monkeypatch):
+def test_renewal_decides_for_each_request():
     """A request that the draft suits drafts, its mate does not, and keeps that when rows move.
 
     Where the tokens of both count alike, however far one is ahead.
     """
-    monkeypatch.setattr(Progress, "AHEAD", 1e9)
     stream, rng, alphas = Stream(0.15, batch=2), random.Random(3), [0.9, 0.02]
-    policy = renewal(stream)
+    policy = renewal(stream, ahead=math.inf)
 
     def run(rounds: int) -> list[float]:
         totals = [0.0, 0.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import statistics
@@ -12,7 +13,9 @@ import pytest
 from test_renewal import MIXED
 
 from specdec_ext.decoding import RenewalRule
-from specdec_ext.decoding.progress import Progress, step_gains
+from specdec_ext.decoding.progress import step_gains
+
+DEFAULT = inspect.signature(RenewalRule).parameters["ahead"].default
 
 # Milliseconds of a round of four requests by the longest draft: SmolLM2's with packed weights, on
 # two cores.
@@ -39,13 +42,13 @@ def samples(policy: RenewalRule, going: list[float], rng: random.Random) -> tupl
     return lengths, 7.0 * max(lengths)
 
 
-def factor(draft: Draft, requests: list[Any], rates: list[float], seed: int) -> float:
+def factor(draft: Draft, requests: list[Any], rates: list[float], seed: int, ahead: float) -> float:
     """Decode texts of 96 tokens side by side; return plain decoding's time over theirs.
 
     Their draft tokens are accepted at these rates. The first batches are practice.
     """
     now, rng = [0.0], random.Random(seed)
-    policy = RenewalRule(16, clock=lambda: now[0])
+    policy = RenewalRule(16, ahead=ahead, clock=lambda: now[0])
     for _ in range(4):
         policy.start(len(requests))
         going, tokens, begun = [*range(len(requests))], [0] * len(requests), now[0]
@@ -67,37 +70,35 @@ def factor(draft: Draft, requests: list[Any], rates: list[float], seed: int) -> 
     return 96 * OF_FOUR[0] / (now[0] - begun)
 
 
-def of_kinds(kinds: list[str], seed: int) -> float:
-    return factor(copies, kinds, [MIXED[kind][1] for kind in kinds], seed)
+def of_kinds(kinds: list[str], seed: int, ahead: float) -> float:
+    return factor(copies, kinds, [MIXED[kind][1] for kind in kinds], seed, ahead)
 
 
-def of_rates(rates: list[float], seed: int) -> float:
-    return factor(samples, rates, rates, seed)
+def of_rates(rates: list[float], seed: int, ahead: float) -> float:
+    return factor(samples, rates, rates, seed, ahead)
 
 
-@pytest.mark.parametrize("ahead, waits", [(Progress.AHEAD, False), (1e9, True)])
-def test_a_batch_does_not_wait_for_copies_of_one_request(monkeypatch, ahead, waits):
+@pytest.mark.parametrize("ahead, waits", [(DEFAULT, False), (math.inf, True)])
+def test_a_batch_does_not_wait_for_copies_of_one_request(ahead, waits):
     """Three texts with nothing to copy, and one whose copies save the batch no time."""
-    monkeypatch.setattr(Progress, "AHEAD", ahead)
-    mixed = [of_kinds(["copies", "free", "free", "free"], seed) for seed in range(6)]
+    mixed = [of_kinds(["copies", "free", "free", "free"], seed, ahead) for seed in range(6)]
     assert (statistics.mean(mixed) < 0.95) == waits  # 0.92 and 0.98
-    alike = [of_kinds(["copies"] * 4, seed) for seed in range(3)]
+    alike = [of_kinds(["copies"] * 4, seed, ahead) for seed in range(3)]
     assert statistics.mean(alike) > 1.2
 
 
-@pytest.mark.parametrize("ahead, waits", [(Progress.AHEAD, False), (1e9, True)])
-def test_a_batch_does_not_wait_for_drafts_that_suit_others(monkeypatch, ahead, waits):
+@pytest.mark.parametrize("ahead, waits", [(DEFAULT, False), (math.inf, True)])
+def test_a_batch_does_not_wait_for_drafts_that_suit_others(ahead, waits):
     """Three texts that a draft model suits, and the one that is last whatever they draft."""
-    monkeypatch.setattr(Progress, "AHEAD", ahead)
-    mixed = [of_rates([0.7, 0.7, 0.7, 0.2], seed) for seed in range(6)]
+    mixed = [of_rates([0.7, 0.7, 0.7, 0.2], seed, ahead) for seed in range(6)]
     assert (statistics.mean(mixed) < 0.92) == waits  # 0.88 and 0.96
-    alike = [of_rates([0.8] * 4, seed) for seed in range(3)]
+    alike = [of_rates([0.8] * 4, seed, ahead) for seed in range(3)]
     assert statistics.mean(alike) > 1.4
 
 
-def rounds_of(line: dict[int, float], batch: int) -> RenewalRule:
+def rounds_of(line: dict[int, float], batch: int, ahead: float = DEFAULT) -> RenewalRule:
     """Make a rule that knows what rounds of such drafts take, at the beginning of a generation."""
-    policy = RenewalRule(16, clock=lambda: 0.0)
+    policy = RenewalRule(16, ahead=ahead, clock=lambda: 0.0)
     policy.start(batch)
     for n in 30 * [*line]:
         policy.kept_drafts.times.observe(n, line[n])
@@ -115,23 +116,22 @@ def test_a_draft_counts_for_less_where_its_request_is_ahead():
         assert policy.keep(drafts) == kept
 
 
-@pytest.mark.parametrize("ahead, kept", [(Progress.AHEAD, 5), (1e9, 12)])
-def test_the_later_tokens_of_one_copy_count_for_less(monkeypatch, ahead, kept):
+@pytest.mark.parametrize("ahead, kept", [(DEFAULT, 5), (math.inf, 12)])
+def test_the_later_tokens_of_one_copy_count_for_less(ahead, kept):
     """A token costs 0.2 tokens of the batch, and the sixth of one request counts exp(-5 / 3)."""
-    monkeypatch.setattr(Progress, "AHEAD", ahead)
     line = {n: 1 + 0.05 * n for n in (0, 1, 4, 12)}
-    assert rounds_of(line, 4).keep([[0.999] * 12, [], [], []]) == [kept, 0, 0, 0]
-    assert rounds_of(line, 4).keep([[0.999] * 12] * 4) == [12] * 4  # nobody gets ahead
-    assert rounds_of(line, 1).keep([[0.999] * 12]) == [12]
+    assert rounds_of(line, 4, ahead).keep([[0.999] * 12, [], [], []]) == [kept, 0, 0, 0]
+    assert rounds_of(line, 4, ahead).keep([[0.999] * 12] * 4) == [12] * 4  # nobody gets ahead
+    assert rounds_of(line, 1, ahead).keep([[0.999] * 12]) == [12]
 
 
 def test_steps_of_requests_that_keep_pace_count_in_full():
     chances = [0.9, 0.8, 0.7]
-    alike = step_gains([chances] * 3, [1.0] * 3)
+    alike = step_gains([chances] * 3, [1.0] * 3, 3.0)
     assert alike[0] == pytest.approx(2.7)
     # Who has one token accepted is not ahead where 1.7 of the others' two can be expected to be.
     assert alike[1] == pytest.approx(2.4)
     # A step later 2 are, where the others can be expected to have added 0.3 and 0.5.
-    mixed = step_gains([[1.0] * 3, [0.3], [0.5]], [0.5, 1.0, 1.5])
-    assert mixed[2] == pytest.approx(0.5 * math.exp(-(2 - 0.4) / Progress.AHEAD))
-    assert step_gains([], []) == [] and step_gains([[], []], [1.0, 1.0]) == []
+    mixed = step_gains([[1.0] * 3, [0.3], [0.5]], [0.5, 1.0, 1.5], 3.0)
+    assert mixed[2] == pytest.approx(0.5 * math.exp(-(2 - 0.4) / 3.0))
+    assert step_gains([], [], 3.0) == [] and step_gains([[], []], [1.0, 1.0], 3.0) == []

@@ -32,6 +32,8 @@ class KeptDrafts:
         again: the longer nothing was worth it, the less it has to be.
     memory : int
         Rounds after which a round weighs 1/e in rho.
+    ahead : float
+        As in `Progress`.
 
     Attributes
     ----------
@@ -43,9 +45,10 @@ class KeptDrafts:
 
     SETUP = 1.4  # plain rounds that a begun round counts as until that is measured
 
-    def __init__(self, c: float, patience: int, memory: int) -> None:
+    def __init__(self, c: float, patience: int, memory: int, ahead: float) -> None:
         self.times, self.estimates = RoundTimes(c), Estimates()
         self._patience, self._rate = patience, TokenRate(memory)
+        self._ahead = ahead
         self._idle = 0  # rounds since one of such a draft
         self.start(0)
 
@@ -64,7 +67,7 @@ class KeptDrafts:
     def keep(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many tokens of each request to keep, given estimates of their chances."""
         paths = [list(accumulate(row, mul)) for row in self.estimates.corrected(chances)]
-        length = self._best(step_gains(paths, self._weights))
+        length = self._best(step_gains(paths, self._weights, self._ahead))
         kept = [row[:length] for row in chances]
         self._kept = [new or old for new, old in zip(kept, self._kept, strict=True)]
         return list(map(len, kept))

@@ -15,11 +15,16 @@ class Progress:
     A generation ends with the slowest request of its batch, and the target's call takes about as
     long for fewer requests. So what a request gains by which it is ahead of the others saves no
     time, while it makes each of them wait for longer rounds. A token of a request that is a tokens
-    ahead of the slowest one therefore counts in proportion to exp(-a / `AHEAD`).
+    ahead of the slowest one therefore counts in proportion to exp(-a / ``ahead``).
+
+    Parameters
+    ----------
+    ahead : float
+        Tokens by which a request is ahead when its next one counts 1/e; infinite: all count alike.
 
     Examples
     --------
-    >>> progress = Progress()
+    >>> progress = Progress(3.0)
     >>> progress.start(2)
     >>> progress.weights
     [1.0, 1.0]
@@ -28,9 +33,8 @@ class Progress:
     [0.54, 1.46]
     """
 
-    AHEAD = 3.0  # tokens by which a request is ahead when its next one counts 1/e
-
-    def __init__(self) -> None:
+    def __init__(self, ahead: float) -> None:
+        self.ahead = ahead
         self.start(0)
 
     def start(self, batch: int) -> None:
@@ -49,16 +53,18 @@ class Progress:
     def weights(self) -> list[float]:
         """How much a token of each request counts, 1 in the mean."""
         least = min(self._emitted, default=0)
-        shares = [math.exp((least - emitted) / self.AHEAD) for emitted in self._emitted]
+        shares = [math.exp((least - emitted) / self.ahead) for emitted in self._emitted]
         return [share * len(shares) / sum(shares) for share in shares]
 
 
-def step_gains(paths: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+def step_gains(
+    paths: Sequence[Sequence[float]], weights: Sequence[float], ahead: float
+) -> list[float]:
     """Return what each step of a batch's drafts can be expected to add.
 
     Where a request's first tokens are accepted, they put it ahead of the others, and its next ones
-    count for less: in proportion to exp(-a / `Progress.AHEAD`) again, where it is a tokens ahead of
-    what the others are expected to add by then. A long copy for one request of a batch is worth
+    count for less: in proportion to exp(-a / ``ahead``) again, where it is a tokens ahead of what
+    the others are expected to add by then. A long copy for one request of a batch is worth
     little, then, and one for all of them as much as it is long.
 
     Parameters
@@ -66,7 +72,9 @@ def step_gains(paths: Sequence[Sequence[float]], weights: Sequence[float]) -> li
     paths : sequence of sequence of float
         ``paths[b][j]``: the chance that the first j + 1 draft tokens of request b are accepted.
     weights : sequence of float
-        How much a token of each request counts in this round, see `Progress`.
+        How much a token of each request counts in this round.
+    ahead : float
+        As in `Progress`.
 
     Returns
     -------
@@ -75,9 +83,9 @@ def step_gains(paths: Sequence[Sequence[float]], weights: Sequence[float]) -> li
 
     Examples
     --------
-    >>> step_gains([[1.0] * 4], [1.0])  # a request alone is ahead of nobody
+    >>> step_gains([[1.0] * 4], [1.0], 3.0)  # a request alone is ahead of nobody
     [1.0, 1.0, 1.0, 1.0]
-    >>> [round(gain, 2) for gain in step_gains([[1.0] * 4, []], [1.0, 1.0])]
+    >>> [round(gain, 2) for gain in step_gains([[1.0] * 4, []], [1.0, 1.0], 3.0)]
     [1.0, 0.72, 0.51, 0.37]
     """
     expected, gains = [0.0] * len(paths), []  # of each request, the tokens that are accepted so far
@@ -86,7 +94,7 @@ def step_gains(paths: Sequence[Sequence[float]], weights: Sequence[float]) -> li
         expected = [sofar + p for sofar, p in zip(expected, chances, strict=True)]
         total, gain = sum(expected), 0.0
         for weight, p, own in zip(weights, chances, expected, strict=True):
-            ahead = max(step - (total - own) / others, 0.0) if len(paths) > 1 else 0.0
-            gain += weight * p * math.exp(-ahead / Progress.AHEAD)
+            lead = max(step - (total - own) / others, 0.0) if len(paths) > 1 else 0.0
+            gain += weight * p * math.exp(-lead / ahead)
         gains.append(gain)
     return gains

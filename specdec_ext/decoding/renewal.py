@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from operator import mul
@@ -57,9 +58,9 @@ class RenewalRule:
     fast copies are.
 
     **Batches.** A generation ends with the slowest request of its batch. So tokens of a request
-    that is ahead of the others count for less, in rho and in the sum over b: see `Progress`. The
-    later tokens of a long copy count for less likewise, since the first ones put their request
-    ahead: see `step_gains`.
+    that is ahead of the others count for less (``ahead``), in rho and in the sum over b: see
+    `Progress`. The later tokens of a long copy count for less likewise, since the first ones put
+    their request ahead: see `step_gains`.
 
     **What looking costs.** To read a token's confidence the host waits for the device. Where that
     takes more than it is expected to gain, drafts get the length that the mean rates make best, and
@@ -87,6 +88,10 @@ class RenewalRule:
         least 3.
     memory : int
         Rounds after which a round's observations weigh 1/e, at least 2.
+    ahead : float
+        Tokens by which a request is ahead of the slowest one of its batch when its next one counts
+        1/e as much. `math.inf` counts all alike: for whoever wants the most tokens per time from
+        all requests together, and not the batch to end soon. At least 0.1.
     clock : callable
         Returns seconds from any origin; called at both ends of a round and around each look.
 
@@ -140,18 +145,20 @@ class RenewalRule:
         *,
         probe: int = 32,
         memory: int = 32,
+        ahead: float = 3.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.limit = integer("RenewalRule: limit", limit, 1, MOST_DRAFTED)
         self.probe = integer("RenewalRule: probe", probe, low=3)
         c = number_in("RenewalRule: c", c, 0)
         memory = integer("RenewalRule: memory", memory, low=2)
+        ahead = number_in("RenewalRule: ahead", ahead, 0.1, math.inf)
         if not callable(clock):
             raise TypeError(f"RenewalRule: clock must be a callable, got {shown(clock)}")
         self.times, self.table = RoundTimes(c), Calibration()
-        self.kept_drafts = KeptDrafts(c, 8 * self.probe, memory)
+        self.kept_drafts = KeptDrafts(c, 8 * self.probe, memory, ahead)
         self._keep, self._clock = 1 - 1 / memory, clock
-        self._progress = Progress()
+        self._progress = Progress(ahead)
         self._rate = TokenRate(memory)  # over rounds without estimated drafts
         self._everyone = _Trials(1 - 1 / (8 * memory))
         # Of looking at confidence, a round: tokens that it gains, and seconds that it takes.
