@@ -33,10 +33,10 @@ def watch_shapes(monkeypatch) -> set[tuple[int, int]]:
             shapes.add((keys.shape[2], kwargs["attention_mask"].shape[-1]))
         return logits
 
-    def ask(*args):
+    def ask(*args, **options):
         asking.append(args)
         try:
-            return remembered(*args)
+            return remembered(*args, **options)
         finally:
             asking.pop()
 
