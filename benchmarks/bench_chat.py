@@ -159,7 +159,7 @@ def measure(
     turns = len(groups) // len(prompts)
     groups = [group for i in range(turns) for group in groups[i::turns]]
     # The longest prompts: what is found out about caches as large holds for all smaller ones.
-    warm_up = max((group[2:] for group in groups), key=lambda pair: pair[0].shape[1])
+    warm_up = max((group[2:] for group in groups), key=lambda given: given[0].shape[1])
     for contestant in playing.values():
         contestant(*warm_up, options.seed)
     begun = time.perf_counter()

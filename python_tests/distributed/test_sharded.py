@@ -12,8 +12,9 @@ import torch.distributed as dist
 import specdec_ext
 from specdec_ext.distributed import TILE, even_bounds, verify_sharded
 
-CASES = 100
-#: For Triton's interpreter, which is slow: small cases of every rule in which borders cut tiles.
+CASES = 120
+#: For Triton's interpreter, which is slow: no request, and small cases of every rule in which
+#: borders cut tiles.
 FEW = [0, 8, 107, 330, 347, 423, 424, 452]
 #: Small ones, too: with them every pair of values of `features` that the first sixty have is tried.
 MORE = [
@@ -70,8 +71,8 @@ def test_bits_are_those_of_one_rank(four):
     # What was tried is not nothing: any number of ranks, rules, borders, values that are no law.
     for rule in specdec_ext.ops.RULES:
         assert seen[f"rule {rule}"] >= 5, seen
-    assert all(seen[f"ranks {n}"] >= 15 for n in (1, 2, 3, 4)), seen
-    assert min(seen["borders inside tiles"], seen["several tiles"], seen["empty parts"]) >= 15, seen
+    assert all(seen[f"ranks {n}"] >= 20 for n in (1, 2, 3, 4)), seen
+    assert min(seen["borders inside tiles"], seen["several tiles"], seen["empty parts"]) >= 20, seen
     assert all(seen[f"status {bit} of requests"] >= 1 for bit in (1, 2, 4, 8)), seen
 
 
@@ -88,7 +89,8 @@ def test_tritons_kernels_in_more_cases():
     results = ranks.start(TRITON_JOBS, 4, 900.0)
     assert [result["cases"]["wrong"] for result in results] == [[]] * 4
     for name in ranks.CONTROLS:
-        assert all(result[f"control: {name}"]["wrong"] for result in results), name
+        wrong = [result[f"control: {name}"]["wrong"] for result in results]
+        assert all(len(cases) == len(BREAKABLE) for cases in wrong), name
     for name, (_, words) in ranks.REFUSALS.items():
         assert all(words in result["refusals"]["said"][name][1] for result in results), name
     assert [result["refusals"]["after"] for result in results] == [[]] * 4
@@ -145,7 +147,7 @@ def test_on_gpus(number):
 
 @pytest.mark.parametrize("name", ranks.CONTROLS)
 def test_what_is_wrong_is_found(four, name):
-    assert all(result[f"control: {name}"]["wrong"] for result in four)
+    assert all(len(result[f"control: {name}"]["wrong"]) == len(BREAKABLE) for result in four)
 
 
 @pytest.mark.parametrize("name", ranks.REFUSALS)

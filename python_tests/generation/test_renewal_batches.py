@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 import statistics
@@ -15,7 +14,8 @@ from test_renewal import MIXED
 from specdec_ext.decoding import RenewalRule
 from specdec_ext.decoding.progress import step_gains
 
-DEFAULT = inspect.signature(RenewalRule).parameters["ahead"].default
+#: Options with which all tokens count alike: the control.
+ALIKE = {"ahead": math.inf}
 
 # Milliseconds of a round of four requests by the longest draft: SmolLM2's with packed weights, on
 # two cores.
@@ -42,13 +42,15 @@ def samples(policy: RenewalRule, going: list[float], rng: random.Random) -> tupl
     return lengths, 7.0 * max(lengths)
 
 
-def factor(draft: Draft, requests: list[Any], rates: list[float], seed: int, ahead: float) -> float:
+def factor(
+    draft: Draft, requests: list[Any], rates: list[float], seed: int, options: dict[str, float]
+) -> float:
     """Decode texts of 96 tokens side by side; return plain decoding's time over theirs.
 
     Their draft tokens are accepted at these rates. The first batches are practice.
     """
     now, rng = [0.0], random.Random(seed)
-    policy = RenewalRule(16, ahead=ahead, clock=lambda: now[0])
+    policy = RenewalRule(16, clock=lambda: now[0], **options)
     for _ in range(4):
         policy.start(len(requests))
         going, tokens, begun = [*range(len(requests))], [0] * len(requests), now[0]
@@ -70,35 +72,35 @@ def factor(draft: Draft, requests: list[Any], rates: list[float], seed: int, ahe
     return 96 * OF_FOUR[0] / (now[0] - begun)
 
 
-def of_kinds(kinds: list[str], seed: int, ahead: float) -> float:
-    return factor(copies, kinds, [MIXED[kind][1] for kind in kinds], seed, ahead)
+def of_kinds(kinds: list[str], seed: int, options: dict[str, float]) -> float:
+    return factor(copies, kinds, [MIXED[kind][1] for kind in kinds], seed, options)
 
 
-def of_rates(rates: list[float], seed: int, ahead: float) -> float:
-    return factor(samples, rates, rates, seed, ahead)
+def of_rates(rates: list[float], seed: int, options: dict[str, float]) -> float:
+    return factor(samples, rates, rates, seed, options)
 
 
-@pytest.mark.parametrize("ahead, waits", [(DEFAULT, False), (math.inf, True)])
-def test_a_batch_does_not_wait_for_copies_of_one_request(ahead, waits):
+@pytest.mark.parametrize("options, waits", [({}, False), (ALIKE, True)])
+def test_a_batch_does_not_wait_for_copies_of_one_request(options, waits):
     """Three texts with nothing to copy, and one whose copies save the batch no time."""
-    mixed = [of_kinds(["copies", "free", "free", "free"], seed, ahead) for seed in range(6)]
-    assert (statistics.mean(mixed) < 0.95) == waits  # 0.92 and 0.98
-    alike = [of_kinds(["copies"] * 4, seed, ahead) for seed in range(3)]
+    mixed = [of_kinds(["copies", "free", "free", "free"], seed, options) for seed in range(6)]
+    assert (statistics.mean(mixed) < 0.95) == waits  # 0.98; where all count alike 0.93
+    alike = [of_kinds(["copies"] * 4, seed, options) for seed in range(3)]
     assert statistics.mean(alike) > 1.2
 
 
-@pytest.mark.parametrize("ahead, waits", [(DEFAULT, False), (math.inf, True)])
-def test_a_batch_does_not_wait_for_drafts_that_suit_others(ahead, waits):
+@pytest.mark.parametrize("options, waits", [({}, False), (ALIKE, True)])
+def test_a_batch_does_not_wait_for_drafts_that_suit_others(options, waits):
     """Three texts that a draft model suits, and the one that is last whatever they draft."""
-    mixed = [of_rates([0.7, 0.7, 0.7, 0.2], seed, ahead) for seed in range(6)]
-    assert (statistics.mean(mixed) < 0.92) == waits  # 0.88 and 0.96
-    alike = [of_rates([0.8] * 4, seed, ahead) for seed in range(3)]
+    mixed = [of_rates([0.7, 0.7, 0.7, 0.2], seed, options) for seed in range(6)]
+    assert (statistics.mean(mixed) < 0.92) == waits  # 0.96; where all count alike 0.85
+    alike = [of_rates([0.8] * 4, seed, options) for seed in range(3)]
     assert statistics.mean(alike) > 1.4
 
 
-def rounds_of(line: dict[int, float], batch: int, ahead: float = DEFAULT) -> RenewalRule:
+def rounds_of(line: dict[int, float], batch: int, **options: float) -> RenewalRule:
     """Make a rule that knows what rounds of such drafts take, at the beginning of a generation."""
-    policy = RenewalRule(16, ahead=ahead, clock=lambda: 0.0)
+    policy = RenewalRule(16, clock=lambda: 0.0, **options)
     policy.start(batch)
     for n in 30 * [*line]:
         policy.kept_drafts.times.observe(n, line[n])
@@ -116,13 +118,13 @@ def test_a_draft_counts_for_less_where_its_request_is_ahead():
         assert policy.keep(drafts) == kept
 
 
-@pytest.mark.parametrize("ahead, kept", [(DEFAULT, 5), (math.inf, 12)])
-def test_the_later_tokens_of_one_copy_count_for_less(ahead, kept):
+@pytest.mark.parametrize("options, kept", [({}, 5), (ALIKE, 12)])
+def test_the_later_tokens_of_one_copy_count_for_less(options, kept):
     """A token costs 0.2 tokens of the batch, and the sixth of one request counts exp(-5 / 3)."""
     line = {n: 1 + 0.05 * n for n in (0, 1, 4, 12)}
-    assert rounds_of(line, 4, ahead).keep([[0.999] * 12, [], [], []]) == [kept, 0, 0, 0]
-    assert rounds_of(line, 4, ahead).keep([[0.999] * 12] * 4) == [12] * 4  # nobody gets ahead
-    assert rounds_of(line, 1, ahead).keep([[0.999] * 12]) == [12]
+    assert rounds_of(line, 4, **options).keep([[0.999] * 12, [], [], []]) == [kept, 0, 0, 0]
+    assert rounds_of(line, 4, **options).keep([[0.999] * 12] * 4) == [12] * 4  # nobody gets ahead
+    assert rounds_of(line, 1, **options).keep([[0.999] * 12]) == [12]
 
 
 def test_steps_of_requests_that_keep_pace_count_in_full():

@@ -3,7 +3,7 @@
 import math
 import sys
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 
 import pytest
 import torch
@@ -169,15 +169,8 @@ class Interruption(Exception):
 
 
 @pytest.mark.thorough
-def test_compiled(tmp_path, monkeypatch):
-    """Compiled steps learn what others learn, up to rounding, and save the same weights' names.
-
-    As graphs of torch's own operators: inductor's C++ for them takes minutes, and is torch's.
-    """
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", partialmethod(compile_module, backend="aot_eager")
-    )
+def test_compiled(tmp_path):
+    """Compiled steps learn what others learn, up to rounding, and save the same weights' names."""
     options = Options(batch_tokens=64, dropout=0.0)
     plain, _ = train_tiny(tmp_path / "plain", Pace(20), options=options)
     compiled, _ = train_tiny(

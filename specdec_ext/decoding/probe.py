@@ -47,10 +47,10 @@ UNTRIED = "is in training mode: what it understands cannot be found out; call ev
 
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 
-#: Answers, by what identifies the model (see `_identity`) and by the question.
-Found = dict[tuple[Hashable, "_Question"], Any]
-_found: Found = {}
-_found_of: weakref.WeakKeyDictionary[Any, Found] = weakref.WeakKeyDictionary()
+# Answers, by what identifies the model (see `_identity`) and by the question.
+_Found = dict[tuple[Hashable, "_Question"], Any]
+_found: _Found = {}
+_found_of: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
 
 
 class _Unsettled(Exception):
@@ -185,14 +185,14 @@ def _remembered(
     window that is wide enough for more slots is too narrow for fewer.
     """
     inner = described(model)
-    known: Found
+    known: _Found
     known, key = _found, _identity(inner)
     if key is None:
         try:
             known = _found_of.setdefault(model, {})
         except TypeError:  # of which no weak reference can be held
             known = {}
-    for (other, asked), answer in known.items():
+    for (other, asked), answer in list(known.items()):  # other threads may add to them
         if other == key and asked[:2] == question[:2] and asked.span > question.span:
             if is_free(answer):
                 return answer

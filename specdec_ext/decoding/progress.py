@@ -89,12 +89,13 @@ def step_gains(
     [1.0, 0.72, 0.51, 0.37]
     """
     expected, gains = [0.0] * len(paths), []  # of each request, the tokens that are accepted so far
-    others = max(len(paths) - 1, 1)
+    others = len(paths) - 1
     for step, chances in enumerate(zip_longest(*paths, fillvalue=0.0)):
         expected = [sofar + p for sofar, p in zip(expected, chances, strict=True)]
         total, gain = sum(expected), 0.0
         for weight, p, own in zip(weights, chances, expected, strict=True):
-            lead = max(step - (total - own) / others, 0.0) if len(paths) > 1 else 0.0
-            gain += weight * p * math.exp(-lead / ahead)
+            if p:  # most drafts of a large batch are shorter than the longest
+                lead = max(step - (total - own) / others, 0.0) if others else 0.0
+                gain += weight * p * math.exp(-lead / ahead)
         gains.append(gain)
     return gains
