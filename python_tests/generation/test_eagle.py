@@ -470,3 +470,5 @@ def test_what_is_refused():
         EagleHead(EagleHeadConfig(vocab_size=4, draft_vocab_size=5))
     with pytest.raises(TypeError, match="must have an embedding and an output head"):
         EagleHead.from_target(pair()[0].model)
+    with pytest.raises(ValueError, match="EagleHead: draft_token_ids must be 2 distinct tokens"):
+        EagleHead.from_target(pair()[0], torch.tensor([3, 3]))

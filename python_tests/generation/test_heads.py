@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -36,11 +37,20 @@ NEW = 20
 RAGGED = [6, 1, 3, 5]
 LIMITS = [NEW, NEW - 5, NEW - 1, NEW - 3]
 LENGTH, DRAWS = 3, 3_000
+REDUCED = torch.tensor([3, 0, 2])
 KINDS = {
     "medusa": functools.partial(MedusaHeads.from_target, num_layers=2),
     "medusa, one projection": functools.partial(MedusaHeads.from_target, shared_projection=True),
     "blockwise": functools.partial(BlockwiseHeads.from_target, intermediate_size=24),
 }
+SHAPES = {
+    "chain": {"gamma": 4},
+    "tree": {"tree": StaticTree.from_widths((3, 2, 1), "top_k"), "rule": "target_only"},
+    "drawn tree": {"tree": StaticTree.from_widths((2, 2))},
+    "grown": {"tree": GrownTree(8, 3, beam=2)},
+}
+# Of the tests' models with 67 tokens, in an order of their own.
+SOME_TOKENS = torch.arange(67).flip(0)[::2]
 
 
 # ---- the law of what is emitted ------------------------------------------------------------------
@@ -237,6 +247,119 @@ def test_a_top_k_tree_with_more_children_than_tokens():
     assert draft.tokens.tolist() == [[7, 1, 0, -1], [8, 0, -1, -1]]
 
 
+# ---- reduced vocabularies ------------------------------------------------------------------------
+
+
+@functools.cache
+def table_and_some_heads():
+    """Return a target over four tokens, and random heads over three of them."""
+    target = TableWithStates(tables(4)[0].table)
+    target.last_position = len(PROMPT) + LENGTH - 1
+    torch.manual_seed(1)
+    config = MedusaHeadsConfig(hidden_size=4, vocab_size=4, num_heads=3, draft_vocab_size=3)
+    heads = MedusaHeads(config).eval()
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=1.5)
+    heads.draft_token_ids.copy_(REDUCED)
+    return target, heads
+
+
+def law_of_some(drafter, **options) -> float:
+    """Return the p-value of the law of a few tokens that such heads drafted."""
+    return p_value(table_and_some_heads()[0], drafter, length=LENGTH, draws=DRAWS, **options)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_joint_law_of_heads_over_some_tokens(rule):
+    assert law_of_some(HeadsDrafter(table_and_some_heads()[1]), rule=rule, gamma=3) > ALPHA
+
+
+def test_joint_law_of_heads_over_some_tokens_under_a_policy():
+    """A policy reads probabilities by token: of other entries it would stop elsewhere."""
+    seen = []
+
+    class Watched(ConfidenceStop):
+        def _bound(self, tokens, logits):
+            bound = super()._bound(tokens, logits)
+            seen.append((tokens, logits, bound))
+            return bound
+
+    drafter = HeadsDrafter(table_and_some_heads()[1])
+    assert law_of_some(drafter, gamma=Watched(3, 0.4)) > ALPHA
+    for tokens, logits, bound in seen:
+        kept = tokens >= 0
+        assert logits.shape[1] == 4 and (logits[:, 1] == -torch.inf).all()
+        own = logits.softmax(-1)[kept, tokens[kept]]
+        assert (bound[kept] - own).abs().max() < 1e-6 and own.min() > 0
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_joint_law_of_trees_over_some_tokens(name):
+    tree, rule = TREES[name]
+    assert law_of_some(HeadsDrafter(table_and_some_heads()[1]), tree=tree, rule=rule) > ALPHA
+
+
+class AnotherMap(HeadsDrafter):
+    """Says of its laws that their entries are other tokens than were drawn."""
+
+    def propose(self, gamma, positions, go_on=None):
+        draft = super().propose(gamma, positions, go_on)
+        return draft._replace(token_ids=draft.token_ids.roll(1))
+
+
+def test_control_heads_over_some_tokens_that_name_others():
+    assert law_of_some(AnotherMap(table_and_some_heads()[1]), gamma=2) < ALPHA
+
+
+def enumerated_some(drafter=HeadsDrafter) -> Round:
+    """Return a round of heads over three of four tokens, to be enumerated."""
+    heads = copy.deepcopy(table_and_some_heads()[1]).double()
+    state = 0.5 * torch.randn(1, 1, 4, generator=torch.Generator().manual_seed(2)).double()
+    return Round(lambda rows: drafter(heads), 4, features=state, token_ids=REDUCED)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_exact_law_of_heads_over_some_tokens(monkeypatch, rule):
+    check_lossless(enumerated_some().law(monkeypatch, rule))
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_control_exact_law_of_heads_over_some_tokens(monkeypatch, rule):
+    assert enumerated_some(AnotherRow).law(monkeypatch, rule).tv > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_over_some_tokens_begin_as_the_targets_own(tmp_path, kind):
+    target, inputs = pair()[0], {"input_ids": torch.tensor([[4, 5, 6]])}
+    whole = KINDS[kind](target, 3, inputs=inputs)
+    heads = KINDS[kind](target, 3, inputs=inputs, draft_token_ids=SOME_TOKENS)
+    states = torch.randn(2, 32, dtype=torch.float64)
+    assert (heads(states) - whole(states)[..., SOME_TOKENS]).abs().max() < 1e-12
+    heads.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(again.draft_token_ids, SOME_TOKENS)
+    assert torch.equal(again(states), heads(states))
+
+
+@pytest.mark.parametrize(
+    "shape, company",
+    [*((shape, "alone") for shape in SHAPES), ("chain", "stack"), ("chain", "bandit")],
+)
+def test_tokens_of_plain_decoding_of_heads_over_some_tokens(shape, company):
+    target, _ = pair()
+    ids, mask = prompts(RAGGED)
+    heads = KINDS["blockwise"](target, 4, inputs={"input_ids": ids}, draft_token_ids=SOME_TOKENS)
+    drafter = HeadsDrafter(heads)
+    if company == "stack":
+        drafter = StackedDrafter(LookupDrafter(), drafter)
+    if company == "bandit":
+        drafter = BanditDrafter(LookupDrafter(), drafter, costs=[0.0, 0.1])
+    options = {"attention_mask": mask, "max_new_tokens": LIMITS, "seeds": 1}
+    plain, _ = specdec_ext.generate(target, None, ids, **options)
+    found, statistics = specdec_ext.generate(target, drafter, ids, **options, **SHAPES[shape])
+    assert torch.equal(found, plain) and statistics.rejected > 0
+
+
 # ---- greedy, token by token ----------------------------------------------------------------------
 
 
@@ -290,14 +413,6 @@ def encoded_heads(name: str, kind: str, count: int = 4):
         output = target(**read, output_hidden_states=True)
     states = output.decoder_hidden_states[-1]
     return target, inputs, trained(kind, target, count, read, states, output.logits, None)
-
-
-SHAPES = {
-    "chain": {"gamma": 4},
-    "tree": {"tree": StaticTree.from_widths((3, 2, 1), "top_k"), "rule": "target_only"},
-    "drawn tree": {"tree": StaticTree.from_widths((2, 2))},
-    "grown": {"tree": GrownTree(8, 3, beam=2)},
-}
 
 
 @pytest.mark.every("shape")
@@ -499,13 +614,17 @@ def test_the_loss_compares_with_the_right_rows():
     logits = torch.randn(2, 7, 5)
 
     class Cheating(MedusaHeads):
+        """Untrained, they hand on the features, which say here which row of which text it is."""
+
         def project(self, hidden, head):
-            return logits[:, head + 1 :]
+            text, place = hidden[:, :2].long().unbind(1)
+            return logits[text, place + head + 1]
 
     heads = Cheating(MedusaHeadsConfig(hidden_size=3, vocab_size=5, num_heads=3))
     mask = torch.ones(2, 7)
     mask[1, 5:] = 0
-    loss, by_head = heads_loss(heads, torch.randn(2, 7, 3), logits, mask, decay=0.5)
+    features = torch.cartesian_prod(*map(torch.arange, (2, 7, 1))).view(2, 7, 3).float()
+    loss, by_head = heads_loss(heads, features, logits, mask, decay=0.5)
     law = logits.softmax(-1)
     entropy = -(law * law.log()).sum(-1)
     for k in range(3):
@@ -513,8 +632,20 @@ def test_the_loss_compares_with_the_right_rows():
         assert by_head[k] == pytest.approx(entropy[:, k + 1 :][here].mean().item(), rel=1e-5)
     weights = torch.tensor([0.5, 0.25, 0.125])
     assert loss.item() == pytest.approx((weights * by_head).sum().item(), rel=1e-5)
-    _, short = heads_loss(heads, torch.randn(2, 2, 3), logits[:, :2])
-    assert short.isnan().tolist() == [False, True, True]
+    loss, short = heads_loss(heads, features[:, :2], logits[:, :2])
+    assert short.isnan().tolist() == [False, True, True] and loss.isfinite()
+    loss, none = heads_loss(heads, features, logits, torch.zeros(2, 7))
+    loss.backward()
+    assert loss == 0 and none.isnan().all()
+    known = MedusaHeads(
+        MedusaHeadsConfig(hidden_size=3, vocab_size=5, num_heads=3, draft_vocab_size=2)
+    )
+    known.draft_token_ids.copy_(torch.tensor([4, 1]))
+    found = heads_loss(known, features, logits, mask)[0]
+    assert torch.equal(found, heads_loss(known, features, logits[..., [4, 1]], mask)[0])
+    assert not torch.equal(found, heads_loss(known, features, logits[..., [1, 4]], mask)[0])
+    with pytest.raises(ValueError, match=r"V = 5 or \[B, n, Vd\] with Vd = 2, got \[2, 7, 3\]"):
+        heads_loss(known, features, logits[..., :3], mask)
 
 
 def test_what_is_refused():
@@ -527,5 +658,12 @@ def test_what_is_refused():
         specdec_ext.generate(target, HeadsDrafter(heads), ids, tree=tree)
     with pytest.raises(ValueError, match="MedusaHeads: num_heads must be at least 1, got 0"):
         MedusaHeads(MedusaHeadsConfig(num_heads=0))
+    with pytest.raises(ValueError, match="draft_vocab_size must be in .1, 9., got 10"):
+        MedusaHeads(MedusaHeadsConfig(vocab_size=9, draft_vocab_size=10))
+    for wrong in ([1, 1], [5, 67], [-1, 3]):
+        with pytest.raises(ValueError, match="must be 2 distinct tokens in .0, 67.*got"):
+            BlockwiseHeads.from_target(
+                pair()[0], 2, inputs={"input_ids": ids}, draft_token_ids=torch.tensor(wrong)
+            )
     with pytest.raises(TypeError, match="must have an output head"):
         MedusaHeads.from_target(pair()[0].model, 2, inputs={"input_ids": ids})

@@ -113,14 +113,16 @@ def test_the_command_on_a_causal_model(tmp_path, capsys, monkeypatch):
     assert main(["evaluate", *work]) == 1
     assert "has no heads: run `train` first" in capsys.readouterr().err
     steps = ["--steps", "20", "--batch-tokens", "128"]
-    assert main(["train", *given, *steps, "--shared"]) == 0
+    assert main(["train", *given, *steps, "--shared", "--vocabulary", "300"]) == 0
     assert "20 steps" in capsys.readouterr().out
     folder = tmp_path / "work" / "target" / "medusa-2"
     facts = json.loads((folder / "training.json").read_text())
     assert facts["steps"] == 20 and len(facts["parts"]) == 2
     heads = MedusaHeads.from_pretrained(folder)
     target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
-    assert torch.equal(heads.projection.weight, target.lm_head.weight)  # it stays the target's
+    assert len(heads.draft_token_ids.unique()) == 300
+    kept = target.lm_head.weight[heads.draft_token_ids]  # it stays the target's
+    assert torch.equal(heads.projection.weight, kept)
     assert heads.weights.any()
     assert main(["evaluate", *work, "--texts", "2", "--new-tokens", "6"]) == 0
     assert capsys.readouterr().out.count("\n|") == 1 + 3 + 4  # at T = 0 without `typical`

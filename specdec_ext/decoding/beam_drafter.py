@@ -217,8 +217,7 @@ class BeamDrafter(BeamSlots):
     def _best_row(self, rows: Tensor, places: Tensor) -> Tensor:
         """Return the row that each request's best beam is from, over the target's tokens."""
         row = rows[torch.arange(len(rows), device=rows.device), places[:, 0]]
-        ids = self._token_ids
-        return row if ids is None else over_the_target(row, ids, int(ids.max()) + 1)
+        return over_the_target(row, self._token_ids)
 
     def note(
         self, tree: BeamTree, live: LiveBeams, nodes: Tensor, alive: Tensor, *, deepest: bool

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoding.cache_names import own_cache_name
-from ..decoding.checks import integer
+from .reduced import checked_tokens, vocabulary_entries
 
 __all__ = ["DraftLlama", "DraftLlamaConfig"]
 
@@ -101,8 +101,7 @@ class DraftLlama(PreTrainedModel):
 
     def __init__(self, config: DraftLlamaConfig) -> None:
         super().__init__(config)
-        size = config.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
-        integer("DraftLlama: draft_vocab_size", size, low=1, high=config.vocab_size)
+        size = vocabulary_entries("DraftLlama", config)
         inner = copy(config)
         inner.vocab_size, inner.pad_token_id = 1, None  # its own embedding is not used
         self.layers = LlamaModel(inner)
@@ -130,15 +129,8 @@ class DraftLlama(PreTrainedModel):
         ValueError
             Another number of tokens, one that comes twice, or one outside ``[0, V)``.
         """
-        ids, size = draft_token_ids.cpu().long(), len(self.draft_token_ids)
-        known = len(set(ids.tolist()))
-        inside = bool(((ids >= 0) & (ids < self.config.vocab_size)).all())
-        if ids.shape != (size,) or known < size or not inside:
-            raise ValueError(
-                f"DraftLlama: draft_token_ids must be {size} distinct tokens in [0, "
-                f"{self.config.vocab_size}), got {known} distinct ones in a tensor of shape "
-                f"{list(ids.shape)}" + ("" if inside else ", some of them outside")
-            )
+        size = len(self.draft_token_ids)
+        ids = checked_tokens("DraftLlama", draft_token_ids, size, self.config.vocab_size)
         entries = torch.full((self.config.vocab_size,), size)
         entries[ids] = torch.arange(size)
         self.draft_token_ids.copy_(ids)

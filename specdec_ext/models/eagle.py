@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..decoding.cache_names import own_cache_name
 from ..decoding.checks import integer
 from ..tree_masks import additive_mask
+from .reduced import checked_tokens, logits_of_tokens, vocabulary_entries
 
 __all__ = ["EagleHead", "EagleHeadConfig", "eagle_loss"]
 
@@ -100,8 +101,7 @@ class EagleHead(PreTrainedModel):
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
-        size = config.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
-        integer("EagleHead: draft_vocab_size", size, low=1, high=config.vocab_size)
+        size = vocabulary_entries("EagleHead", config)
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.layers = LlamaModel(config)
         self.projection = nn.Linear(config.hidden_size, size, bias=config.projection_bias)
@@ -184,7 +184,8 @@ class EagleHead(PreTrainedModel):
         TypeError
             A target without an embedding or an output head, or an encoder-decoder.
         ValueError
-            An embedding, or a head, of another width than the target's hidden states.
+            An embedding, or a head, of another width than the target's hidden states; tokens that
+            are not distinct, or none of the target's.
         """
         get_head: Any = getattr(target, "get_output_embeddings", lambda: None)
         get_embedding: Any = getattr(target, "get_input_embeddings", lambda: None)
@@ -223,7 +224,8 @@ class EagleHead(PreTrainedModel):
         made: Any = cls(config)
         made = made.to(device=head.weight.device, dtype=head.weight.dtype).eval()
         if draft_token_ids is not None:
-            made.draft_token_ids.copy_(draft_token_ids)
+            own = made.draft_token_ids
+            own.copy_(checked_tokens("EagleHead", draft_token_ids, len(own), vocabulary))
         made.layers.embed_tokens.weight.copy_(embedding.weight)
         made.projection.weight.copy_(head.weight[made.draft_token_ids])
         if made.projection.bias is not None:
@@ -288,7 +290,9 @@ def eagle_loss(
     """
     integer("eagle_loss: unrolled", unrolled, low=1)
     kept = torch.ones_like(tokens) if mask is None else mask
-    laws = _own_logits(head, target_logits).float().softmax(-1)
+    ids = head.draft_token_ids if head.is_reduced else None
+    own = logits_of_tokens("eagle_loss", target_logits, ids, head.config.vocab_size)
+    laws = own.float().softmax(-1)
     parts = []
     for place, (states, logits) in enumerate(_rounds(head, tokens, features, unrolled)):
         # Elements that have no text for the places before them are none of a round.
@@ -301,19 +305,6 @@ def eagle_loss(
         parts.append(torch.stack([distance, -(law * found).sum(-1).mean()]))
     distance, entropy = torch.stack(parts).mean(0)
     return distance + law_weight * entropy, torch.stack([distance, entropy]).detach()
-
-
-def _own_logits(head: EagleHead, target_logits: Tensor) -> Tensor:
-    """Return the target's logits of the tokens that a head knows."""
-    given, size = target_logits.shape[-1], len(head.draft_token_ids)
-    if given == head.config.vocab_size:
-        return target_logits[..., head.draft_token_ids]
-    if given == size:
-        return target_logits
-    raise ValueError(
-        f"eagle_loss: target_logits must be [B, n, V] with V = {head.config.vocab_size} or "
-        f"[B, n, Vd] with Vd = {size}, got {list(target_logits.shape)}"
-    )
 
 
 def _rounds(

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers import initialization as init
 
 from ..decoding.checks import integer
+from .reduced import checked_tokens, vocabulary_entries
 
 __all__ = [
     "BlockwiseHeads",
@@ -51,6 +52,8 @@ class DecodingHeadsConfig(PreTrainedConfig):
         embeddings: ``d_model ** -0.5``; most models: 1).
     projection_bias : bool
         Whether the vocabulary projection has a bias, as the target's does.
+    draft_vocab_size : int, optional
+        Vd, the tokens that the heads can propose. None: all of the target's.
     initializer_range : float
         Standard deviation of a projection that is not copied from a target.
     """
@@ -60,6 +63,7 @@ class DecodingHeadsConfig(PreTrainedConfig):
     num_heads: int = 4
     feature_scale: float = 1.0
     projection_bias: bool = False
+    draft_vocab_size: int | None = None
     initializer_range: float = 0.02
 
 
@@ -71,7 +75,7 @@ class MedusaHeadsConfig(DecodingHeadsConfig):
     num_layers : int
         Residual blocks of each head.
     shared_projection : bool
-        Whether all heads share one vocabulary projection. The paper's heads have one each, K V D
+        Whether all heads share one vocabulary projection. The paper's heads have one each, K Vd D
         weights; with many heads or a large vocabulary that is more than the target itself.
     """
 
@@ -103,13 +107,20 @@ class DecodingHeads(PreTrainedModel):
     config : DecodingHeadsConfig
         Sizes.
 
+    Attributes
+    ----------
+    draft_token_ids : Tensor or None
+        ``[Vd]`` int64, the target's token of each entry of a reduced vocabulary, saved with the
+        weights; None: entry i is token i.
+
     Raises
     ------
     ValueError
-        No head, or a size under 1.
+        No head, or a size under 1; ``draft_vocab_size`` over ``vocab_size``.
     """
 
     config: DecodingHeadsConfig
+    draft_token_ids: Tensor | None
     projection: nn.Linear | None
     projections: nn.Parameter
     projection_biases: nn.Parameter | None
@@ -123,13 +134,14 @@ class DecodingHeads(PreTrainedModel):
         super().__init__(config)
         for name in self._sizes:
             integer(f"{type(self).__name__}: {name}", getattr(config, name), low=1)
+        entries = vocabulary_entries(type(self).__name__, config)
+        reduced = config.draft_vocab_size is not None
+        self.register_buffer("draft_token_ids", torch.arange(entries) if reduced else None)
         self.projection = None
         if getattr(config, "shared_projection", True):
-            self.projection = nn.Linear(
-                config.hidden_size, config.vocab_size, bias=config.projection_bias
-            )
+            self.projection = nn.Linear(config.hidden_size, entries, bias=config.projection_bias)
         else:
-            size = (config.num_heads, config.vocab_size)
+            size = (config.num_heads, entries)
             self.projections = nn.Parameter(torch.empty(*size, config.hidden_size))
             biases = torch.zeros(size) if config.projection_bias else None
             self.projection_biases = None if biases is None else nn.Parameter(biases)
@@ -159,7 +171,7 @@ class DecodingHeads(PreTrainedModel):
         raise NotImplementedError(f"{type(self).__name__} must define this method of DecodingHeads")
 
     def project(self, hidden: Tensor, head: int) -> Tensor:
-        """Return the logits ``[..., V]`` of hidden states ``[..., D]`` of one head (0-based)."""
+        """Return the logits ``[..., Vd]`` of hidden states ``[..., D]`` of one head (0-based)."""
         scaled = hidden * self.config.feature_scale
         if self.projection is not None:
             logits: Tensor = self.projection(scaled)
@@ -180,7 +192,7 @@ class DecodingHeads(PreTrainedModel):
         Returns
         -------
         Tensor
-            ``[..., count, V]``: row i belongs to the token i + 1 places behind the one that the
+            ``[..., count, Vd]``: row i belongs to the token i + 1 places behind the one that the
             target predicts from the same state.
         """
         hidden = self.hidden(features.to(self.dtype), count)
@@ -189,7 +201,13 @@ class DecodingHeads(PreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_target(
-        cls: type[AnyHeads], target: Any, num_heads: int, *, inputs: Any, **changes: Any
+        cls: type[AnyHeads],
+        target: Any,
+        num_heads: int,
+        *,
+        inputs: Any,
+        draft_token_ids: Tensor | None = None,
+        **changes: Any,
     ) -> AnyHeads:
         """Make heads for a target: each begins as a copy of its output head.
 
@@ -206,6 +224,10 @@ class DecodingHeads(PreTrainedModel):
             With what the target is called once (``input_ids``; of an encoder-decoder also
             ``decoder_input_ids``), to see its hidden states and by what they are multiplied before
             its output head.
+        draft_token_ids : Tensor, optional
+            ``[Vd]`` int64, distinct: the tokens that the heads can propose, the most frequent ones,
+            say. Their projection is as much smaller, and so is most of what heads of a large
+            vocabulary cost. None: all.
         **changes
             Of the configuration.
 
@@ -219,7 +241,8 @@ class DecodingHeads(PreTrainedModel):
         TypeError
             A target without an output head.
         ValueError
-            Its head reads something else than its last hidden states, by their width.
+            Its head reads something else than its last hidden states, by their width; tokens that
+            are not distinct, or none of the target's.
 
         Examples
         --------
@@ -259,19 +282,36 @@ class DecodingHeads(PreTrainedModel):
             num_heads=num_heads,
             feature_scale=float((logits * plain).sum() / (plain * plain).sum()),
             projection_bias=bias is not None,
+            draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids),
             **changes,
         )
         made: Any = cls(config)
         heads: AnyHeads = made.to(device=head.weight.device, dtype=head.weight.dtype).eval()
-        if heads.projection is not None:
-            heads.projection.weight.copy_(head.weight)
-            if bias is not None:
-                heads.projection.bias.copy_(bias)
-        else:
-            heads.projections.copy_(head.weight)
-            if heads.projection_biases is not None and bias is not None:
-                heads.projection_biases.copy_(bias)
+        if draft_token_ids is not None:
+            heads._know(draft_token_ids)
+        heads._begin_as(head.weight, bias)
         return heads
+
+    def _know(self, draft_token_ids: Tensor) -> None:
+        """Say which of the target's tokens the entries of a reduced vocabulary are."""
+        own = self.draft_token_ids
+        assert own is not None, "draft_vocab_size is set"
+        vocabulary = self.config.vocab_size
+        own.copy_(checked_tokens(type(self).__name__, draft_token_ids, len(own), vocabulary))
+
+    def _begin_as(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Copy what the target's output head, ``[V, D]`` and ``[V]``, has for the heads' tokens."""
+        if self.draft_token_ids is not None:
+            weight = weight[self.draft_token_ids]
+            bias = None if bias is None else bias[self.draft_token_ids]
+        if self.projection is None:
+            self.projections.copy_(weight)
+            own = self.projection_biases
+        else:
+            self.projection.weight.copy_(weight)
+            own = self.projection.bias
+        if own is not None and bias is not None:
+            own.copy_(bias)
 
 
 class MedusaHeads(DecodingHeads):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .heads import DecodingHeads
+from .reduced import logits_of_tokens
 
 __all__ = ["heads_loss"]
 
@@ -24,7 +25,8 @@ def heads_loss(
     t + 1 + i, which the target's row of token t + i holds: the cross entropy of the head's law
     relative to it. (The papers take the text's token in place of the target's law, which is a
     sample of it: the gradient has the same mean on the target's own text, and here less noise.)
-    What verification accepts at temperature 1 depends on these two laws alone.
+    What verification accepts at temperature 1 depends on these two laws alone. Of heads that know
+    a part of the vocabulary, both laws are taken over that part.
 
     Parameters
     ----------
@@ -33,7 +35,8 @@ def heads_loss(
     features : Tensor
         ``[B, n, D]``, the target's last hidden states of a text.
     target_logits : Tensor
-        ``[B, n, V]``, its logits at the same tokens.
+        ``[B, n, V]``, its logits at the same tokens, or ``[B, n, Vd]``, those of the tokens
+        ``heads.draft_token_ids`` alone, which is all that is read.
     mask : Tensor, optional
         ``[B, n]``, zeros at tokens that are padding. None: there is none.
     decay : float
@@ -47,6 +50,11 @@ def heads_loss(
     by_head : Tensor
         ``[K]`` float32, detached: each head's mean cross entropy in nats; NaN where no text is long
         enough for it.
+
+    Raises
+    ------
+    ValueError
+        Logits of another width.
 
     Examples
     --------
@@ -62,20 +70,22 @@ def heads_loss(
     >>> bool((by_head[0] + (law.exp() * law).sum()).abs() < 1e-5)  # the entropy, and no more
     True
     """
-    kept = torch.ones_like(features[..., 0]) if mask is None else mask.to(features)
+    ids, vocabulary = heads.draft_token_ids, heads.config.vocab_size
+    known = logits_of_tokens("heads_loss", target_logits, ids, vocabulary)
+    kept = torch.ones_like(features[..., 0]) if mask is None else mask
+    kept = kept.bool()
     hidden = heads.hidden(features.to(heads.dtype))
-    loss = torch.zeros((), dtype=torch.float32, device=features.device)
+    loss = 0.0 * hidden.float().sum()  # which has a gradient where no head has anything to learn
     by_head = []
     for head in range(heads.num_heads):
         ahead = head + 1
-        if ahead >= features.shape[1]:
+        here = kept[:, :-ahead] & kept[:, ahead:]  # empty where all texts are too short
+        if not bool(here.any()):
             by_head.append(loss.new_tensor(torch.nan))
             continue
-        law = target_logits[:, ahead:].float().softmax(-1)
-        logits = heads.project(hidden[:, :-ahead, head], head).float()
-        each = -(law * logits.log_softmax(-1)).sum(-1)
-        here = (kept[:, :-ahead] * kept[:, ahead:]).float()
-        mean = (each * here).sum() / here.sum().clamp(min=1.0)
+        law = known[:, ahead:][here].float().softmax(-1)
+        logits = heads.project(hidden[:, :-ahead, head][here], head).float()
+        mean = -(law * logits.log_softmax(-1)).sum(-1).mean()
         loss = loss + decay**ahead * mean
-        by_head.append(torch.where(here.sum() > 0, mean.detach(), torch.nan))
+        by_head.append(mean.detach())
     return loss, torch.stack(by_head)

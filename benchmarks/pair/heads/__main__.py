@@ -3,6 +3,7 @@ r"""Train decoding heads for a target that stays as it is, and see what they are
     python benchmarks/pair/heads train pair --kind medusa             # the shipped pair's target
     python benchmarks/pair/heads train translation --kind blockwise --heads 25   # of pair/seq2seq
     python benchmarks/pair/heads train FOLDER --shared --budget 20    # any causal model, 20 minutes
+    python benchmarks/pair/heads train smollm2 --shared --vocabulary 8192 ...  # the frequent tokens
     python benchmarks/pair/heads train smollm2 --kind eagle --vocabulary 8192 --unrolled 3 \
         --conversations build/distilled/smollm2/texts --bfloat16   # on what the target itself wrote
     python benchmarks/pair/heads evaluate pair          # all that were trained: tokens a call, time
@@ -49,7 +50,6 @@ OPTION_OF = {
     "layers": "medusa",
     "shared": "medusa",
     "units": "blockwise",
-    "vocabulary": "eagle",
     "unrolled": "eagle",
     "law_weight": "eagle",
 }
@@ -84,14 +84,14 @@ def build_heads(given: argparse.Namespace, source: Source) -> Any:
     elif given.units:
         changes = {"intermediate_size": given.units}
     torch.manual_seed(given.seed)
+    ids = frequent_tokens(source, given.vocabulary) if given.vocabulary else None
     if given.kind == "eagle":
-        ids = frequent_tokens(source, given.vocabulary) if given.vocabulary else None
         head = EagleHead.from_target(source.target, ids).float().requires_grad_(True)
         head.layers.embed_tokens.requires_grad_(False)
         head.projection.requires_grad_(False)
         return head
     heads = KINDS[given.kind].from_target(
-        source.target, given.heads, inputs=source.inputs, **changes
+        source.target, given.heads, inputs=source.inputs, draft_token_ids=ids, **changes
     )
     heads.requires_grad_(True)
     if heads.projection is not None:
@@ -134,7 +134,7 @@ def run_train(given: argparse.Namespace) -> int:
     pace = Pace(given.steps, None if given.steps else 60.0 * given.budget)
     folder = folder_of(given)
     loss = partial(loss_of, **eagle)
-    among = heads.draft_token_ids if given.kind == "eagle" else None
+    among = heads.draft_token_ids if given.vocabulary else None
     rows = partial(source.rows, among=among)
     report = train(heads, rows, loss, pace, options, folder / "training")
     heads.save_pretrained(folder)
@@ -216,7 +216,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=Options.peak_lr, help="at its height")
     add("--layers", type=int, help="residual layers of a Medusa head (1)")
     add("--shared", action="store_true", help="one projection for all Medusa heads: the target's")
-    add("--vocabulary", type=int, help="tokens that an EAGLE-style head can propose (all)")
+    add("--vocabulary", type=int, help="tokens that the heads can propose (all)")
     add("--units", type=int, help="of a blockwise head's hidden layer (2048)")
     add("--unrolled", type=int, help="places of a round an EAGLE-style head learns (1)")
     add("--law-weight", type=float, help="beside the distance of its states (.1)")

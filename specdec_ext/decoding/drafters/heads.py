@@ -21,6 +21,7 @@ from ..trees import (
     draft_top_k,
 )
 from . import Draft, GoOn, Requests
+from .interface import over_the_target
 
 __all__ = ["HeadsDrafter"]
 
@@ -37,6 +38,9 @@ class HeadsDrafter:
     heads are. At temperature 0 tokens are the heads' likeliest. There are no more draft tokens than
     heads, whatever gamma asks for.
 
+    Heads over a reduced vocabulary propose its tokens alone, and their laws are passed on with
+    `Draft.token_ids` (rows of trees over the target's vocabulary).
+
     **Trees** (``generate(..., tree=...)``). The children of every node of a level are taken or
     drawn from the same head's law. Medusa's own tree is deterministic:
     ``StaticTree(..., children="top_k")``, which is lossless under every rule of trees, under
@@ -52,7 +56,9 @@ class HeadsDrafter:
     ----------
     heads : specdec_ext.models.heads.DecodingHeads or callable
         Called with hidden states ``[B, D]`` and ``count``, it returns logits ``[B, count, Vd]``;
-        its ``num_heads`` is the largest count.
+        its ``num_heads`` is the largest count. With ``draft_token_ids`` ``[Vd]`` entry i is this
+        token of the target, of whose ``config.vocab_size`` tokens they are; without, or None, it
+        is token i.
 
     Raises
     ------
@@ -94,6 +100,11 @@ class HeadsDrafter:
         self._state: Tensor | None = None  # [B, D], before each row's last token
         self._known: Tensor | None = None  # [B] bool, which rows have one; None: all
 
+    @property
+    def _token_ids(self) -> Tensor | None:
+        ids: Tensor | None = getattr(self.heads, "draft_token_ids", None)
+        return ids
+
     def start(self, requests: Requests) -> None:
         """Take the prompts, and the hidden states before their last tokens."""
         tree = requests.tree
@@ -131,10 +142,11 @@ class HeadsDrafter:
         laws = self._laws(min(gamma, self.heads.num_heads))
         if laws is None:
             return Draft(positions.new_empty(len(positions), 0))
-        tokens, rows = self._requests.draw_independent(laws, positions, go_on, self._known)
-        return Draft(
-            torch.stack(tokens, 1), torch.stack(rows, 1) if self._requests.needs_law else None
-        )
+        ids = self._token_ids
+        tokens, rows = self._requests.draw_independent(laws, positions, go_on, self._known, ids)
+        if not self._requests.needs_law:
+            return Draft(torch.stack(tokens, 1))
+        return Draft(torch.stack(tokens, 1), torch.stack(rows, 1), token_ids=ids)
 
     def propose_tree(self, positions: Tensor) -> TreeDraft:
         """Draft a tree for each request; a level's children come from its head's law."""
@@ -143,6 +155,8 @@ class HeadsDrafter:
         laws = self._laws(tree.depth)
         if laws is None:
             return draft_nothing(positions)
+        if self._token_ids is not None:
+            laws = over_the_target(laws, self._token_ids, self.heads.config.vocab_size)
         draft = self._tree_of(tree, laws, positions)
         if self._known is None:
             return draft

@@ -49,13 +49,9 @@ class ModelHost:
 
     def _over_the_target(self, rows: Tensor) -> Tensor:
         """Give entries of rows ``[..., Vd]`` the places of their tokens, ``[..., V]``."""
-        ids = self.token_ids
-        if ids is None:
-            return rows
         from ..cache import vocabulary_size
 
-        size = vocabulary_size(self.model)
-        return over_the_target(rows, ids, int(ids.max()) + 1 if size is None else size)
+        return over_the_target(rows, self.token_ids, vocabulary_size(self.model))
 
     def _begin(self, requests: Requests, trees: bool = False) -> None:
         """Take the prompts; what the first call appends, it runs behind them."""

@@ -39,9 +39,10 @@ __all__ = [
     "reads_features",
 ]
 
-#: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, Vd] or None)``, the
-#: tokens just proposed and the rows they were drawn from, returns ``[B]`` bool, which requests
-#: propose another. It must see nothing of a token that is then dropped, or the law is lost.
+#: Asked after every draft token but the last: ``go_on(tokens [B], logits [B, V] or None)``, the
+#: tokens just proposed and the rows over the target's tokens that they were drawn from, returns
+#: ``[B]`` bool, which requests propose another. It must see nothing of a token that is then
+#: dropped, or the law is lost.
 GoOn = Callable[[Tensor, Tensor | None], Tensor]
 
 
@@ -89,7 +90,7 @@ class MaskNodes(Protocol):
         """
 
 
-def over_the_target(rows: Tensor, token_ids: Tensor | None, size: int) -> Tensor:
+def over_the_target(rows: Tensor, token_ids: Tensor | None, size: int | None = None) -> Tensor:
     """Give entries of rows over a reduced vocabulary the places of their tokens.
 
     Parameters
@@ -98,8 +99,8 @@ def over_the_target(rows: Tensor, token_ids: Tensor | None, size: int) -> Tensor
         ``[..., Vd]`` logits.
     token_ids : Tensor or None
         ``[Vd]`` int64, the target's token of each entry. None: these are the target's.
-    size : int
-        V, the width of the rows that are returned.
+    size : int, optional
+        V, the width of the rows that are returned. None: as far as the last of these tokens.
 
     Returns
     -------
@@ -108,6 +109,8 @@ def over_the_target(rows: Tensor, token_ids: Tensor | None, size: int) -> Tensor
     """
     if token_ids is None:
         return rows
+    if size is None:
+        size = int(token_ids.max()) + 1
     whole = rows.new_full((*rows.shape[:-1], size), -torch.inf)
     return whole.index_copy(rows.dim() - 1, token_ids, rows)
 
@@ -219,7 +222,12 @@ class Requests:
         ).tokens
 
     def draw_independent(
-        self, logits: Tensor, positions: Tensor, go_on: GoOn | None, going: Tensor | None = None
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        go_on: GoOn | None,
+        going: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Draw draft tokens whose rows are there before any of them is drawn.
 
@@ -233,6 +241,9 @@ class Requests:
             Asked after every token but the last.
         going : Tensor, optional
             ``[B]`` bool, which requests draft at all. None: all.
+        token_ids : Tensor, optional
+            ``[Vd]`` int64, the target's token of each entry, of a reduced vocabulary. Its rows are
+            not processed, since processors read rows over the target's.
 
         Returns
         -------
@@ -243,12 +254,12 @@ class Requests:
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
         for i, row in enumerate(logits.unbind(1)):
-            rows.append(self.processed(row, tokens))
-            drawn = self.draw(rows[-1], positions, i)
+            rows.append(row if token_ids is not None else self.processed(row, tokens))
+            drawn = self.draw(rows[-1], positions, i, token_ids)
             tokens.append(drawn if going is None else torch.where(going, drawn, -1))
             if go_on is None or i == logits.shape[1] - 1:
                 continue
-            wanted = go_on(tokens[-1], rows[-1])
+            wanted = go_on(tokens[-1], over_the_target(rows[-1], token_ids))
             going = wanted if going is None else going & wanted
             if not bool(going.any()):
                 break

@@ -72,7 +72,7 @@ class Share(NamedTuple):
         logits, token_ids = self.draft.logits, self.draft.token_ids
         if logits is None or token_ids is None:
             return self
-        whole = over_the_target(logits, token_ids, int(token_ids.max()) + 1)
+        whole = over_the_target(logits, token_ids)
         return self._replace(draft=self.draft._replace(logits=whole, token_ids=None))
 
     def select(self, rows: Tensor, indices: Sequence[int]) -> Share:
