@@ -189,7 +189,7 @@ test-hub: $(NATIVE) $(HUB_ENV)/ready
 	for where in alone beside; do \
 	  OMP_NUM_THREADS=1 $(HUB_ENV)/bin/python python_tests/helpers/hub.py build/hub $$where || exit 1; done
 
-# What these jobs install: .ci/run fetches it while other jobs compile.
+# What these jobs install: .ci/run fetches it while tests run.
 environments: $(TRANSFORMERS)/ready $(TRITON)/ready $(TORCH_FLOOR_ENV)/ready $(TORCH_ENV)/ready \
   $(HUB_ENV)/ready
 
