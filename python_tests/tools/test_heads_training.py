@@ -141,6 +141,13 @@ def test_the_command_on_a_causal_model(tmp_path, capsys, monkeypatch):
     assert all(way["texts"] == 2 and way["wrong"] == 0 for way in greedy)
     assert greedy[0]["tokens_a_call"] == 1.0 and greedy[0]["speed_up"] == 1.0
     assert "20 steps of up to 128 tokens" in (tmp_path / "heads-record.md").read_text()
+    assert main(["evaluate", *work, "--packed", *only[:2]]) == 1
+    assert "pack_linears: expected a float32 model" in capsys.readouterr().err  # it is too small
+    packed = []
+    monkeypatch.setattr("pair.heads.__main__.pack_linears", packed.append)
+    assert main(["evaluate", *work, "--texts", "2", "--new-tokens", "6", "--packed", *only]) == 0
+    assert [type(model).__name__ for model in packed] == ["LlamaForCausalLM"]
+    assert "the target with packed weights" in (tmp_path / "heads-record.md").read_text()
     assert main(["evaluate", *work, "--only", "blockwise-2"]) == 1
     assert "has not all of blockwise-2: run `train` first" in capsys.readouterr().err
     assert main(["train", "nowhere", "--work", str(tmp_path)]) == 1

@@ -171,7 +171,10 @@ class DecodingHeads(PreTrainedModel):
         raise NotImplementedError(f"{type(self).__name__} must define this method of DecodingHeads")
 
     def project(self, hidden: Tensor, head: int) -> Tensor:
-        """Return the logits ``[..., Vd]`` of hidden states ``[..., D]`` of one head (0-based)."""
+        """Return the logits ``[..., Vd]`` of hidden states ``[..., D]`` of one head (0-based).
+
+        Heads with one projection have the same for all.
+        """
         scaled = hidden * self.config.feature_scale
         if self.projection is not None:
             logits: Tensor = self.projection(scaled)
@@ -196,6 +199,8 @@ class DecodingHeads(PreTrainedModel):
             target predicts from the same state.
         """
         hidden = self.hidden(features.to(self.dtype), count)
+        if self.projection is not None:  # one product, which reads its weights once
+            return self.project(hidden, 0)
         return torch.stack([self.project(one, k) for k, one in enumerate(hidden.unbind(-2))], -2)
 
     @classmethod

@@ -38,6 +38,7 @@ from pair.heads.evaluation import KINDS, WIDTHS, evaluate, table, trained_heads 
 from pair.heads.sources import Rows, Source, open_source  # noqa: E402
 from pair.heads.training import Options, train  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
+from specdec_ext.decoding import pack_linears  # noqa: E402
 from specdec_ext.models.eagle import EagleHead, eagle_loss  # noqa: E402
 from specdec_ext.models.heads_training import heads_loss  # noqa: E402
 
@@ -155,6 +156,8 @@ def run_evaluate(given: argparse.Namespace) -> int:
     if not folders or len(folders) < len(given.only):
         wanted = f"not all of {', '.join(given.only)}" if given.only else "no heads"
         raise FileNotFoundError(f"{work_of(given)} has {wanted}: run `train` first")
+    if given.packed:
+        pack_linears(source.target)
     records = evaluate(source, folders, given)
     shown = table(records)
     print(shown)
@@ -172,8 +175,9 @@ def record_head(given: argparse.Namespace, trained: dict[str, Any]) -> str:
     lines = [
         f"# Decoding heads of {given.target}", "",
         f"{given.texts} texts that training did not see, {given.new_tokens} new tokens each, one at"
-        f" a time and by turns, on {torch.get_num_threads()} threads. In brackets, standard errors"
-        f" over the texts. Trees are of the widths {', '.join(map(str, WIDTHS))}.", "",
+        f" a time and by turns, on {torch.get_num_threads()} threads"
+        f"{', the target with packed weights' if given.packed else ''}. In brackets, standard"
+        f" errors over the texts. Trees are of the widths {', '.join(map(str, WIDTHS))}.", "",
     ]  # fmt: skip
     for name, facts in trained.items():
         losses = ", ".join(f"{loss:.2f}" for loss in facts["parts"])
@@ -227,6 +231,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--texts", type=int, default=16, help="continued (16)")
     add("--new-tokens", type=int, default=64, help="of each (64)")
     add("--only", nargs="+", default=[], metavar="KIND-K", help="such as medusa-4; default: all")
+    add("--packed", action="store_true", help="pack the target's weights, see pack_linears")
     add("--record", type=Path, help="stem of the files that keep the figures")
     return parser.parse_args(arguments)
 
