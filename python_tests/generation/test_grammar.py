@@ -92,6 +92,7 @@ DRAFTERS = {
     "stack": lambda v: StackedDrafter(LookupDrafter(min_match=1), tables(v)[1], continued=True),
     "levels": lambda v: HierarchicalDrafter(tables(v)[1], small(v), 2),
     "medusa": lambda v: table_and_heads(v)[1],
+    "medusa, some tokens": lambda v: table_and_heads(v, known=(LETTER, *range(v - 1, 2, -1), 0))[1],
     "eagle": lambda v: random_head(v),
     "narrow": lambda v: small(SIZE - 1),
     "wider": lambda v: small(v + 3),
@@ -207,7 +208,7 @@ def test_joint_law_of_trees(tree):
 
 
 @pytest.mark.parametrize("tree", ["static", "grown"])
-@pytest.mark.parametrize("drafter", ["medusa", "eagle"])
+@pytest.mark.parametrize("drafter", ["medusa", "medusa, some tokens", "eagle"])
 def test_joint_law_of_trees_of_heads(drafter, tree):
     target, heads = with_states(WIDE), DRAFTERS[drafter](WIDE)
     assert p_value(target, heads, tree=TREES[tree]) > ALPHA

@@ -37,7 +37,7 @@ NEW = 20
 RAGGED = [6, 1, 3, 5]
 LIMITS = [NEW, NEW - 5, NEW - 1, NEW - 3]
 LENGTH, DRAWS = 3, 3_000
-REDUCED = torch.tensor([3, 0, 2])
+REDUCED = (3, 0, 2)
 KINDS = {
     "medusa": functools.partial(MedusaHeads.from_target, num_layers=2),
     "medusa, one projection": functools.partial(MedusaHeads.from_target, shared_projection=True),
@@ -57,12 +57,20 @@ SOME_TOKENS = torch.arange(67).flip(0)[::2]
 
 
 @functools.cache
-def table_and_heads(vocabulary: int = 3, heads: int = 3):
-    """Return a target over few tokens, and heads with laws of their own that depend on its rows."""
+def table_and_heads(vocabulary: int = 3, heads: int = 3, known: tuple[int, ...] | None = None):
+    """Return a target over few tokens, and heads with laws of their own that depend on its rows.
+
+    The heads propose all tokens, or ``known``, in that order.
+    """
     target = TableWithStates(tables(vocabulary)[0].table)
     torch.manual_seed(1)
-    config = MedusaHeadsConfig(hidden_size=vocabulary, vocab_size=vocabulary, num_heads=heads)
+    config = MedusaHeadsConfig(
+        hidden_size=vocabulary, vocab_size=vocabulary, num_heads=heads,
+        draft_vocab_size=None if known is None else len(known),
+    )  # fmt: skip
     made = MedusaHeads(config).eval()
+    if known is not None:
+        made.draft_token_ids.copy_(torch.tensor(known))
     target.last_position = len(PROMPT) + LENGTH - 1
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=1.5)
@@ -250,28 +258,19 @@ def test_a_top_k_tree_with_more_children_than_tokens():
 # ---- reduced vocabularies ------------------------------------------------------------------------
 
 
-@functools.cache
-def table_and_some_heads():
-    """Return a target over four tokens, and random heads over three of them."""
-    target = TableWithStates(tables(4)[0].table)
-    target.last_position = len(PROMPT) + LENGTH - 1
-    torch.manual_seed(1)
-    config = MedusaHeadsConfig(hidden_size=4, vocab_size=4, num_heads=3, draft_vocab_size=3)
-    heads = MedusaHeads(config).eval()
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=1.5)
-    heads.draft_token_ids.copy_(REDUCED)
-    return target, heads
+def some_heads():
+    """Return a target over four tokens, and heads over three of them."""
+    return table_and_heads(4, known=REDUCED)
 
 
 def law_of_some(drafter, **options) -> float:
     """Return the p-value of the law of a few tokens that such heads drafted."""
-    return p_value(table_and_some_heads()[0], drafter, length=LENGTH, draws=DRAWS, **options)
+    return p_value(some_heads()[0], drafter, length=LENGTH, draws=DRAWS, **options)
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_joint_law_of_heads_over_some_tokens(rule):
-    assert law_of_some(HeadsDrafter(table_and_some_heads()[1]), rule=rule, gamma=3) > ALPHA
+    assert law_of_some(HeadsDrafter(some_heads()[1]), rule=rule, gamma=3) > ALPHA
 
 
 def test_joint_law_of_heads_over_some_tokens_under_a_policy():
@@ -284,7 +283,7 @@ def test_joint_law_of_heads_over_some_tokens_under_a_policy():
             seen.append((tokens, logits, bound))
             return bound
 
-    drafter = HeadsDrafter(table_and_some_heads()[1])
+    drafter = HeadsDrafter(some_heads()[1])
     assert law_of_some(drafter, gamma=Watched(3, 0.4)) > ALPHA
     for tokens, logits, bound in seen:
         kept = tokens >= 0
@@ -296,7 +295,7 @@ def test_joint_law_of_heads_over_some_tokens_under_a_policy():
 @pytest.mark.parametrize("name", TREES)
 def test_joint_law_of_trees_over_some_tokens(name):
     tree, rule = TREES[name]
-    assert law_of_some(HeadsDrafter(table_and_some_heads()[1]), tree=tree, rule=rule) > ALPHA
+    assert law_of_some(HeadsDrafter(some_heads()[1]), tree=tree, rule=rule) > ALPHA
 
 
 class AnotherMap(HeadsDrafter):
@@ -308,14 +307,14 @@ class AnotherMap(HeadsDrafter):
 
 
 def test_control_heads_over_some_tokens_that_name_others():
-    assert law_of_some(AnotherMap(table_and_some_heads()[1]), gamma=2) < ALPHA
+    assert law_of_some(AnotherMap(some_heads()[1]), gamma=2) < ALPHA
 
 
 def enumerated_some(drafter=HeadsDrafter) -> Round:
     """Return a round of heads over three of four tokens, to be enumerated."""
-    heads = copy.deepcopy(table_and_some_heads()[1]).double()
+    heads = copy.deepcopy(some_heads()[1]).double()
     state = 0.5 * torch.randn(1, 1, 4, generator=torch.Generator().manual_seed(2)).double()
-    return Round(lambda rows: drafter(heads), 4, features=state, token_ids=REDUCED)
+    return Round(lambda rows: drafter(heads), 4, features=state, token_ids=torch.tensor(REDUCED))
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
