@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoding.cache_names import own_cache_name
-from .reduced import checked_tokens, vocabulary_entries
+from .reduced import keep_tokens, vocabulary_entries
 
 __all__ = ["DraftLlama", "DraftLlamaConfig"]
 
@@ -101,7 +101,7 @@ class DraftLlama(PreTrainedModel):
 
     def __init__(self, config: DraftLlamaConfig) -> None:
         super().__init__(config)
-        size = vocabulary_entries("DraftLlama", config)
+        size = vocabulary_entries(self)
         inner = copy(config)
         inner.vocab_size, inner.pad_token_id = 1, None  # its own embedding is not used
         self.layers = LlamaModel(inner)
@@ -129,11 +129,9 @@ class DraftLlama(PreTrainedModel):
         ValueError
             Another number of tokens, one that comes twice, or one outside ``[0, V)``.
         """
-        size = len(self.draft_token_ids)
-        ids = checked_tokens("DraftLlama", draft_token_ids, size, self.config.vocab_size)
-        entries = torch.full((self.config.vocab_size,), size)
-        entries[ids] = torch.arange(size)
-        self.draft_token_ids.copy_(ids)
+        ids = keep_tokens(self, draft_token_ids)
+        entries = torch.full((self.config.vocab_size,), len(ids))
+        entries[ids] = torch.arange(len(ids))
         self.entries.copy_(entries)
         return self
 

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..decoding.cache_names import own_cache_name
 from ..decoding.checks import integer
 from ..tree_masks import additive_mask
-from .reduced import checked_tokens, logits_of_tokens, vocabulary_entries
+from .reduced import keep_tokens, logits_of_tokens, vocabulary_entries
 
 __all__ = ["EagleHead", "EagleHeadConfig", "eagle_loss"]
 
@@ -101,7 +101,7 @@ class EagleHead(PreTrainedModel):
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
-        size = vocabulary_entries("EagleHead", config)
+        size = vocabulary_entries(self)
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.layers = LlamaModel(config)
         self.projection = nn.Linear(config.hidden_size, size, bias=config.projection_bias)
@@ -224,8 +224,7 @@ class EagleHead(PreTrainedModel):
         made: Any = cls(config)
         made = made.to(device=head.weight.device, dtype=head.weight.dtype).eval()
         if draft_token_ids is not None:
-            own = made.draft_token_ids
-            own.copy_(checked_tokens("EagleHead", draft_token_ids, len(own), vocabulary))
+            keep_tokens(made, draft_token_ids)
         made.layers.embed_tokens.weight.copy_(embedding.weight)
         made.projection.weight.copy_(head.weight[made.draft_token_ids])
         if made.projection.bias is not None:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers import initialization as init
 
 from ..decoding.checks import integer
-from .reduced import checked_tokens, vocabulary_entries
+from .reduced import keep_tokens, vocabulary_entries
 
 __all__ = [
     "BlockwiseHeads",
@@ -134,7 +134,7 @@ class DecodingHeads(PreTrainedModel):
         super().__init__(config)
         for name in self._sizes:
             integer(f"{type(self).__name__}: {name}", getattr(config, name), low=1)
-        entries = vocabulary_entries(type(self).__name__, config)
+        entries = vocabulary_entries(self)
         reduced = config.draft_vocab_size is not None
         self.register_buffer("draft_token_ids", torch.arange(entries) if reduced else None)
         self.projection = None
@@ -293,16 +293,9 @@ class DecodingHeads(PreTrainedModel):
         made: Any = cls(config)
         heads: AnyHeads = made.to(device=head.weight.device, dtype=head.weight.dtype).eval()
         if draft_token_ids is not None:
-            heads._know(draft_token_ids)
+            keep_tokens(heads, draft_token_ids)
         heads._begin_as(head.weight, bias)
         return heads
-
-    def _know(self, draft_token_ids: Tensor) -> None:
-        """Say which of the target's tokens the entries of a reduced vocabulary are."""
-        own = self.draft_token_ids
-        assert own is not None, "draft_vocab_size is set"
-        vocabulary = self.config.vocab_size
-        own.copy_(checked_tokens(type(self).__name__, draft_token_ids, len(own), vocabulary))
 
     def _begin_as(self, weight: Tensor, bias: Tensor | None) -> None:
         """Copy what the target's output head, ``[V, D]`` and ``[V]``, has for the heads' tokens."""

@@ -79,8 +79,9 @@ def heads_loss(
     by_head = []
     for head in range(heads.num_heads):
         ahead = head + 1
-        here = kept[:, :-ahead] & kept[:, ahead:]  # empty where all texts are too short
-        if not bool(here.any()):
+        # None where all texts are too short. Found once: on a GPU the host waits for it.
+        here = (kept[:, :-ahead] & kept[:, ahead:]).nonzero(as_tuple=True)
+        if not len(here[0]):
             by_head.append(loss.new_tensor(torch.nan))
             continue
         law = known[:, ahead:][here].float().softmax(-1)

@@ -1,8 +1,7 @@
-"""Reduced vocabularies: what models share that can propose a part of a target's tokens only.
+"""What models share that propose the tokens of a reduced vocabulary, a part of their target's.
 
-Text uses few of a vocabulary's tokens often, and the vocabulary projection is the larger part of a
-small model (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840). Such a model keeps in
-``draft_token_ids`` ``[Vd]`` which of the target's tokens each entry of its rows stands for.
+Such a model keeps in ``draft_token_ids`` ``[Vd]`` which of the target's tokens each entry of its
+rows stands for. Why: see `specdec_ext.models.draft_llama`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ..decoding.checks import integer
 __all__: list[str] = []
 
 
-def vocabulary_entries(owner: str, config: Any) -> int:
+def vocabulary_entries(model: Any) -> int:
     """Return Vd, the entries of a model's rows: ``draft_vocab_size``, or ``vocab_size`` for None.
 
     Raises
@@ -24,28 +23,35 @@ def vocabulary_entries(owner: str, config: Any) -> int:
     ValueError
         Not in [1, V].
     """
-    given = config.draft_vocab_size
-    size = config.vocab_size if given is None else given
-    return integer(f"{owner}: draft_vocab_size", size, low=1, high=config.vocab_size)
+    given, most = model.config.draft_vocab_size, model.config.vocab_size
+    name = f"{type(model).__name__}: draft_vocab_size"
+    return integer(name, most if given is None else given, low=1, high=most)
 
 
-def checked_tokens(owner: str, draft_token_ids: Tensor, size: int, vocab_size: int) -> Tensor:
-    """Return ``draft_token_ids`` as int64 on the CPU.
+def keep_tokens(model: Any, draft_token_ids: Tensor) -> Tensor:
+    """Copy the target's tokens of a model's entries into ``model.draft_token_ids``.
+
+    Returns
+    -------
+    Tensor
+        They, int64, on the CPU.
 
     Raises
     ------
     ValueError
-        Not ``size`` distinct tokens in ``[0, vocab_size)``.
+        Not as many distinct tokens of the target as the model has entries.
     """
+    own, most = model.draft_token_ids, model.config.vocab_size
     ids = draft_token_ids.cpu().long()
     known = len(ids.unique())
-    inside = bool(((ids >= 0) & (ids < vocab_size)).all())
-    if ids.shape != (size,) or known < size or not inside:
+    inside = bool(((ids >= 0) & (ids < most)).all())
+    if ids.shape != own.shape or known < len(own) or not inside:
         raise ValueError(
-            f"{owner}: draft_token_ids must be {size} distinct tokens in [0, {vocab_size}), got "
-            f"{known} distinct ones in a tensor of shape {list(ids.shape)}"
+            f"{type(model).__name__}: draft_token_ids must be {len(own)} distinct tokens in "
+            f"[0, {most}), got {known} distinct ones in a tensor of shape {list(ids.shape)}"
             + ("" if inside else ", some of them outside")
         )
+    own.copy_(ids)
     return ids
 
 

@@ -3,7 +3,8 @@ r"""Train decoding heads for a target that stays as it is, and see what they are
     python benchmarks/pair/heads train pair --kind medusa             # the shipped pair's target
     python benchmarks/pair/heads train translation --kind blockwise --heads 25   # of pair/seq2seq
     python benchmarks/pair/heads train FOLDER --shared --budget 20    # any causal model, 20 minutes
-    python benchmarks/pair/heads train smollm2 --shared --vocabulary 8192 ...  # the frequent tokens
+    python benchmarks/pair/heads train smollm2 --shared --vocabulary 8192 \
+        --conversations build/distilled/smollm2/texts    # over the tokens that are likeliest there
     python benchmarks/pair/heads train smollm2 --kind eagle --vocabulary 8192 --unrolled 3 \
         --conversations build/distilled/smollm2/texts --bfloat16   # on what the target itself wrote
     python benchmarks/pair/heads evaluate pair          # all that were trained: tokens a call, time
@@ -85,7 +86,7 @@ def build_heads(given: argparse.Namespace, source: Source) -> Any:
     elif given.units:
         changes = {"intermediate_size": given.units}
     torch.manual_seed(given.seed)
-    ids = frequent_tokens(source, given.vocabulary) if given.vocabulary else None
+    ids = frequent_tokens(source, given.vocabulary) if given.vocabulary is not None else None
     if given.kind == "eagle":
         head = EagleHead.from_target(source.target, ids).float().requires_grad_(True)
         head.layers.embed_tokens.requires_grad_(False)
@@ -135,7 +136,7 @@ def run_train(given: argparse.Namespace) -> int:
     pace = Pace(given.steps, None if given.steps else 60.0 * given.budget)
     folder = folder_of(given)
     loss = partial(loss_of, **eagle)
-    among = heads.draft_token_ids if given.vocabulary else None
+    among = None if given.vocabulary is None else heads.draft_token_ids
     rows = partial(source.rows, among=among)
     report = train(heads, rows, loss, pace, options, folder / "training")
     heads.save_pretrained(folder)

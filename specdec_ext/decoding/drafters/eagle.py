@@ -209,7 +209,7 @@ class EagleDrafter:
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
         for i in range(gamma):
-            rows.append(row if token_ids is not None else self._requests.processed(row, tokens))
+            rows.append(self._requests.processed(row, tokens, token_ids))
             drawn = self._requests.draw(rows[-1], positions, i, token_ids)
             tokens.append(drawn if going is None else torch.where(going, drawn, -1))
             if i == gamma - 1:

@@ -21,6 +21,7 @@ from ..trees import (
     draft_top_k,
 )
 from . import Draft, GoOn, Requests
+from .hosted import reduced_vocabulary
 from .interface import over_the_target
 
 __all__ = ["HeadsDrafter"]
@@ -56,9 +57,8 @@ class HeadsDrafter:
     ----------
     heads : specdec_ext.models.heads.DecodingHeads or callable
         Called with hidden states ``[B, D]`` and ``count``, it returns logits ``[B, count, Vd]``;
-        its ``num_heads`` is the largest count. With ``draft_token_ids`` ``[Vd]`` entry i is this
-        token of the target, of whose ``config.vocab_size`` tokens they are; without, or None, it
-        is token i.
+        its ``num_heads`` is the largest count. Heads over a reduced vocabulary have the target's
+        token of each entry in ``draft_token_ids`` ``[Vd]``, and V in ``config.vocab_size``.
 
     Raises
     ------
@@ -102,8 +102,7 @@ class HeadsDrafter:
 
     @property
     def _token_ids(self) -> Tensor | None:
-        ids: Tensor | None = getattr(self.heads, "draft_token_ids", None)
-        return ids
+        return reduced_vocabulary(self.heads)
 
     def start(self, requests: Requests) -> None:
         """Take the prompts, and the hidden states before their last tokens."""

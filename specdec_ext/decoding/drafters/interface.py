@@ -242,8 +242,7 @@ class Requests:
         going : Tensor, optional
             ``[B]`` bool, which requests draft at all. None: all.
         token_ids : Tensor, optional
-            ``[Vd]`` int64, the target's token of each entry, of a reduced vocabulary. Its rows are
-            not processed, since processors read rows over the target's.
+            ``[Vd]`` int64, the target's token of each entry, of a reduced vocabulary.
 
         Returns
         -------
@@ -254,7 +253,7 @@ class Requests:
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
         for i, row in enumerate(logits.unbind(1)):
-            rows.append(row if token_ids is not None else self.processed(row, tokens))
+            rows.append(self.processed(row, tokens, token_ids))
             drawn = self.draw(rows[-1], positions, i, token_ids)
             tokens.append(drawn if going is None else torch.where(going, drawn, -1))
             if go_on is None or i == logits.shape[1] - 1:
@@ -265,7 +264,9 @@ class Requests:
                 break
         return tokens, rows
 
-    def processed(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+    def processed(
+        self, logits: Tensor, tokens: Sequence[Tensor], token_ids: Tensor | None = None
+    ) -> Tensor:
         """Run the caller's logits processors, if any, on the rows that come next.
 
         Parameters
@@ -274,13 +275,16 @@ class Requests:
             ``[B, Vd]``.
         tokens : sequence of Tensor
             ``[B]`` each, what is drafted so far in this round.
+        token_ids : Tensor, optional
+            ``[Vd]`` int64, the target's token of each entry, of a reduced vocabulary, whose rows
+            stay as they are: processors read rows over the target's.
 
         Returns
         -------
         Tensor
             ``[B, Vd]``.
         """
-        if self.process is None:
+        if self.process is None or token_ids is not None:
             return logits
         drafted = torch.stack(list(tokens), 1) if tokens else self.ends.new_empty(len(logits), 0)
         return self.process(logits[:, None], drafted)[:, 0]
