@@ -62,6 +62,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "build/tasks/TASK)",
     )
     parser.add_argument(
+        "--heads",
+        type=Path,
+        help="folder of the decoding heads that were trained for the target (default: "
+        "build/heads/TASK)",
+    )
+    parser.add_argument(
         "--sentences",
         type=positive,
         help=f"of the test split ({shared.FULL['sentences']} or fewer)",
@@ -79,6 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=common.RESULTS / "tables", help="folder")
     options = parser.parse_args(arguments)
     options.data = options.data or common.ROOT / "build" / "tasks" / options.task.name
+    options.heads = options.heads or common.ROOT / "build" / "heads" / options.task.name
     full = shared.FULL | {"sentences": TABLES[options.name].sentences}
     sizes = shared.QUICK if options.quick else full
     for name, size in sizes.items():

@@ -6,14 +6,16 @@ They need a drafter of ``python benchmarks/pair/seq2seq drafter TASK``, in the f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pair.heads.evaluation import trained_heads
 from pair.seq2seq.block_drafter import BETA, KIND, TAU, load_drafter
 from pair.seq2seq.models import model_folder
 
-from specdec_ext.decoding import BlockDrafter
+from specdec_ext.decoding import BlockDrafter, HeadsDrafter
+from specdec_ext.models.heads import BlockwiseHeads
 from specdec_ext.models.spec_drafter import SpecDrafter
 from tables import hosts
 from tables.costs import total
@@ -27,30 +29,47 @@ BEST_OF_BEAMS = f"transformers, {BEAMS} beams"
 HOST = "transformers, greedy"
 BLOCKS = (10, 25)
 EVERY_BLOCK = (10, 15, 20, 25, 30)
+HEADS = "heads"
 TAUS, BETAS = (1.0, 2.0, 3.0, 4.0, 5.0), (3, 5)
 
 
 class Printed(NamedTuple):
-    """A row of the paper, WMT14 English to German with a Transformer-base: Tok., BLEU, speed."""
+    """A row of the paper: Tok., BLEU, speed against 5 beams."""
 
     tokens: float | None
     bleu: float | None
     speed: float | None
 
 
-# Table 1; of beams the speed is 1 by definition.
+# Table 1's targets: Transformer-base, and a second one with 12 encoder and 2 decoder layers.
+BASE, DEEP = "6+6", "12+2"
+
+
+def printed_table1(
+    beams: float, greedy: float, heads: Sequence[float], blocks: Sequence[tuple[float, float]]
+) -> dict[Any, Printed]:
+    """Return a target's part of Table 1 in a direction, by ways to decode.
+
+    ``beams`` and ``greedy`` are BLEU; ``heads`` the speeds of Blockwise Decoding with 10 and 25
+    heads, which changes no text; ``blocks`` BLEU and speed of SpecDec with 10 and 25 tokens.
+    """
+    return {
+        BEST_OF_BEAMS: Printed(1.0, beams, 1.0),  # by definition
+        PLAIN: Printed(1.0, greedy, 1.1),
+        **{
+            (HEADS, block): Printed(None, greedy, speed)
+            for block, speed in zip(BLOCKS, heads, strict=True)
+        },
+        **{block: Printed(None, *own) for block, own in zip(BLOCKS, blocks, strict=True)},
+    }
+
+
+# By whether a task was prepared with ``--reverse`` (German to English), and by target.
 TABLE_1 = {
-    BEST_OF_BEAMS: Printed(1.0, 28.89, 1.0),
-    PLAIN: Printed(1.0, 28.73, 1.1),
-    10: Printed(None, 28.90, 4.2),
-    25: Printed(None, 28.93, 5.1),
-}
-# German to English, which a task that was prepared with ``--reverse`` stands beside.
-TABLE_1_REVERSE = {
-    BEST_OF_BEAMS: Printed(1.0, 32.53, 1.0),
-    PLAIN: Printed(1.0, 32.18, 1.1),
-    10: Printed(None, 32.61, 4.6),
-    25: Printed(None, 32.55, 5.5),
+    (False, BASE): printed_table1(28.89, 28.73, (1.9, 1.6), ((28.90, 4.2), (28.93, 5.1))),
+    (True, BASE): printed_table1(32.53, 32.18, (2.0, 1.7), ((32.61, 4.6), (32.55, 5.5))),
+    (False, DEEP): printed_table1(29.13, 28.99, (1.6, 1.4), ((29.08, 2.7), (29.13, 3.0))),
+    (True, DEEP): printed_table1(32.45, 32.08, (1.7, 1.5), ((32.40, 3.0), (32.48, 3.3))),
 }
 # Tables 3 and 4 are of the development set, Table 3 with beta 3 and tau 1.
 TABLE_3 = {
@@ -101,10 +120,10 @@ NOTES = [
     "`vanilla` verifies by equality with the target's choice, and changes no text. The others are "
     "Spec-Verification: a draft token is kept if it is among the target's beta likeliest, within "
     "tau nats of the likeliest (equations 8 to 10), and the text may change.",
-    "The paper's figures: WMT14 English to German (in Table 1, beside a task that was prepared "
-    "with --reverse, German to English), Transformer-base, fairseq on a P100; its speed is against "
-    "5 beams. Its non-autoregressive peers (GLAT, DAT, CMLM, RewriteNAT) and COMET are "
-    "out of reach here.",
+    "The paper's figures: WMT14 English to German, Transformer-base (in Table 1, German to English "
+    f"beside a task that was prepared with --reverse, and its second target beside one of {DEEP} "
+    "layers), fairseq on a P100; its speed is against 5 beams. Its non-autoregressive peers (GLAT, "
+    "DAT, CMLM, RewriteNAT) and COMET are out of reach here.",
 ]
 
 
@@ -126,10 +145,20 @@ def drafters_of(bench: Bench) -> dict[str, SpecDrafter]:
 
 
 def training_of(bench: Bench, name: str) -> dict[str, Any]:
-    """Return the facts of a drafter's training."""
-    path = model_folder(bench.options.task, name, KIND) / "training.json"
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return facts
+    """Return what a drafter began with, and the steps of its training."""
+    folder = model_folder(bench.options.task, name, KIND)
+    facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    return {"start": facts["options"]["start"] or "random weights", "steps": facts["steps"]}
+
+
+def blockwise_heads(bench: Bench) -> dict[int, BlockwiseHeads]:
+    """Load the target's blockwise decoding heads that were trained, by their number."""
+    folders = [
+        folder for folder in trained_heads(bench.options.heads)
+        if folder.name.startswith("blockwise-")
+    ]  # fmt: skip
+    found = [BlockwiseHeads.from_pretrained(folder).eval() for folder in folders]
+    return dict(sorted((heads.config.num_heads, heads) for heads in found))
 
 
 def first_drafter(bench: Bench) -> tuple[str, SpecDrafter]:
@@ -147,18 +176,29 @@ def placed_drafter(bench: Bench) -> tuple[str, SpecDrafter]:
     return name, model.to(device)
 
 
-def by_block(model: SpecDrafter, block: int) -> Drafting:
-    """Draft blocks of so many tokens."""
+def named_heads(number: int) -> str:
+    """Return what rows of so many decoding heads are called."""
+    return f"{number} blockwise heads"
+
+
+def by_block(model: SpecDrafter | BlockwiseHeads, block: int) -> Drafting:
+    """Draft blocks of so many tokens, of heads all that they have."""
+    if isinstance(model, BlockwiseHeads):
+        return lambda reading: HeadsDrafter(model)
     return lambda reading: BlockDrafter(model, reading.input_ids, block_size=block)
 
 
-def vanilla(bench: Bench, model: SpecDrafter, block: int) -> Way:
+def vanilla(bench: Bench, model: SpecDrafter | BlockwiseHeads, block: int) -> Way:
     """Return drafting in blocks, verified by equality with the target's choice."""
     return way(bench, by_block(model, block), gamma=block, rule="greedy", temperature=0.0)
 
 
 def relaxed(
-    bench: Bench, model: SpecDrafter, block: int, beta: int = BETA, tau: float = TAU
+    bench: Bench,
+    model: SpecDrafter | BlockwiseHeads,
+    block: int,
+    beta: int = BETA,
+    tau: float = TAU,
 ) -> Way:
     """Return drafting in blocks under Spec-Verification."""
     return way(
@@ -237,6 +277,11 @@ def same_latency(bench: Bench, model: SpecDrafter, block: int) -> dict[str, int]
     }
 
 
+def layers_of(model: Any) -> str:
+    """Return the encoder and decoder layers of a model as the papers write them."""
+    return f"{model.config.num_layers}+{model.config.num_decoder_layers}"
+
+
 def table1(bench: Bench) -> Result:
     """Decode with blocks, smaller models of the same latency, greedily and with beams."""
     name, model = first_drafter(bench)
@@ -244,6 +289,9 @@ def table1(bench: Bench) -> Result:
     named: dict[str, Any] = {BEST_OF_BEAMS: BEST_OF_BEAMS, PLAIN: PLAIN}
     alike = {PLAIN: plain_way(bench, 0.0), HOST: hosts.way(bench.target, new)}
     others = {BEST_OF_BEAMS: hosts.way(bench.target, new, num_beams=BEAMS)}
+    for number, heads in blockwise_heads(bench).items():
+        key = named_heads(number)
+        alike[key], named[key] = vanilla(bench, heads, number), (HEADS, number)
     for block in blocks:
         alike[f"block of {block}, vanilla"] = vanilla(bench, model, block)
         key = f"block of {block}, beta {BETA}, tau {TAU:g}"
@@ -253,7 +301,9 @@ def table1(bench: Bench) -> Result:
     for size, gamma in models.items():
         alike[f"{size}, {gamma} tokens"] = model_way(bench, bench.drafts[size], gamma, 0.0)
     found = measured(bench, alike, others)
-    printed = TABLE_1_REVERSE if bench.task == "translation-reverse" else TABLE_1
+    printed = TABLE_1[
+        bench.task == "translation-reverse", DEEP if layers_of(bench.target) == DEEP else BASE
+    ]
     for record in found.records:
         beside(record, printed.get(named.get(record["way"], "")))
     own = {record["way"]: record["tokens_a_call"] for record in found.records if "alpha" in record}
@@ -266,10 +316,13 @@ def table1(bench: Bench) -> Result:
         )
     return Result(
         f"Blocks by a Spec-Drafter (Xia et al., Tables 1 and 14): {bench.task}, target "
-        f"{bench.target_name}, drafter {name}",
+        f"{bench.target_name} of {layers_of(bench.target)} layers, drafter {name}",
         [*COLUMNS, *PAPER_COLUMNS], found.records,
         [
             *NOTES,
+            "Blockwise heads (Stern et al., of `benchmarks/pair/heads train TASK --kind blockwise "
+            "--heads K`) draft K tokens beyond the target's own, verified by equality, as "
+            "everywhere in the paper's Table 1.",
             "Smaller models draft one token a call, as many as fit into the time that drafting a "
             "block takes on this machine. The paper's Table 14, on T5-XXL: such drafts 2.8 times "
             "(T5-small) and 1.6 times (T5-large) greedy decoding, a block of 25 4.9 times.",
@@ -299,29 +352,34 @@ TABLE_2 = {
     "spec-drafter": (8.23, 28.93, 5.21, 5.1),
     "small": (7.05, 28.56, 2.29, 4.4),
     "balanced": (8.21, 28.95, 10.87, 4.0),
-    "heads": (2.32, 28.02, 0.81, 1.7),
+    HEADS: (2.32, 28.02, 0.81, 1.7),
 }
+
+
+def printed_table2(name: str) -> dict[str, float]:
+    """Return the paper's row of a kind of drafter, as entries of a record."""
+    keys = ("paper_tokens", "paper_bleu", "paper_milliseconds", "paper_speed")
+    return dict(zip(keys, TABLE_2[name], strict=True)) if name in TABLE_2 else {}
 
 
 def table2(bench: Bench) -> Result:
     """Compare all drafters that were trained for the task."""
     every = drafters_of(bench)
     others = {BEST_OF_BEAMS: hosts.way(bench.target, bench.options.tokens, num_beams=BEAMS)}
+    known: dict[str, dict[str, Any]] = {}
+    for number, heads in blockwise_heads(bench).items():
+        name = named_heads(number)
+        others[name] = relaxed(bench, heads, number)
+        known[name] = {"parameters": heads.num_parameters(), **printed_table2(HEADS)}
     for name, model in every.items():
         others[name] = relaxed(bench, model, model.config.block_size)
+        known[name] = {
+            "parameters": model.num_parameters(), "layers": layers_of(model),
+            **training_of(bench, name), **printed_table2(name),
+        }  # fmt: skip
     found = measured(bench, {PLAIN: plain_way(bench, 0.0)}, others)
     for record in found.records:
-        model = every.get(record["way"])
-        if model is None:
-            continue
-        training = training_of(bench, record["way"])
-        record["start"] = training["options"]["start"] or "random weights"
-        record["steps"] = training["steps"]
-        record["parameters"] = model.num_parameters()
-        record["layers"] = f"{model.config.num_layers}+{model.config.num_decoder_layers}"
-        if record["way"] in TABLE_2:
-            keys = ("paper_tokens", "paper_bleu", "paper_milliseconds", "paper_speed")
-            record |= dict(zip(keys, TABLE_2[record["way"]], strict=True))
+        record |= known.get(record["way"], {})
     return Result(
         f"Drafters (Xia et al., Table 2): {bench.task}, target {bench.target_name}",
         [
@@ -336,7 +394,9 @@ def table2(bench: Bench) -> Result:
             f"All under Spec-Verification, beta {BETA} and tau {TAU:g}. In the paper `small` lacks "
             "Principle I (narrower), `balanced` Principle II (as many decoder layers as encoder "
             "layers). Drafters here stand beside them by their names: `drafter --name small "
-            "--encoder-layers 2 --decoder-layers 1`, `--name balanced` with as many. *began with* "
+            "--encoder-layers 2 --decoder-layers 1`, `--name balanced` with as many. The paper's "
+            "head-based drafter is that of Blockwise Decoding; how many heads it has is not "
+            "said. *began with* "
             "says what of the target, or which drafter, and *steps* how long the training was.",
         ],
         found.bars, found.faults, lambda pyplot: draw(pyplot, found.records),

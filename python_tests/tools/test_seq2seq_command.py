@@ -78,6 +78,14 @@ def test_the_command(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["train", *work, "--sizes", wrong])
         assert said in capsys.readouterr().err
+    for wrong, said in (
+        (["--layers", "12"], "expected two numbers from 1 up, as 12+2; got '12'"),
+        (["--layers", "12+0"], "got '12+0'"),
+        (["--layers", "12+2", "--sizes", "mini"], "are those of large, which --sizes leaves out"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["train", *work, *wrong])
+        assert said in capsys.readouterr().err
 
     train = ["train", *work, "--budget", "0.03", "--jobs", "2", "--sizes", "small,mini"]
     assert main(train) == 0
@@ -147,6 +155,17 @@ def test_the_command(tmp_path, capsys):
         for other in (taught.models["mini"], fresh)
     )
     assert 0 < begun < drawn / 2
+
+    # Another target, of other layers; other sizes keep their own.
+    other = [*on[:-1], "large,small", "--layers", "3+1", "--budget", "0.003", "--jobs", "2"]
+    assert main(other) == 0
+    models = load_family(tmp_path / "on").models
+    found = {
+        name: (model.config.num_layers, model.config.num_decoder_layers)
+        for name, model in models.items()
+    }
+    assert found == {"mini": (1, 1), "small": (2, 1), "large": (3, 1)}
+    assert models["large"].config.d_model == SIZES["large"]["d_model"]
 
 
 @pytest.fixture(scope="module")

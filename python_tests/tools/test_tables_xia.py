@@ -31,6 +31,8 @@ from tables import (  # noqa: E402
 )
 from tables.registry import XIA  # noqa: E402
 
+from specdec_ext.models.heads import BlockwiseHeads  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -45,12 +47,24 @@ def folders(tmp_path_factory):
             dropout=0.0, seed=0, from_target=False,
         )  # fmt: skip
         save_model(drafter, work, name, {"options": {"start": ""}, "steps": 7}, KIND)
+    target = family.models[family.largest]
+    ids = torch.ones(1, 2, dtype=torch.int64)
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    for number in (3, 11):  # in the order of their numbers, not of their names
+        heads = BlockwiseHeads.from_target(target, number, inputs=inputs, intermediate_size=8)
+        heads.save_pretrained(heads_folder(work) / f"blockwise-{number}")
+    (heads_folder(work) / "medusa-4").mkdir()  # other heads are not theirs
     return work, data
+
+
+def heads_folder(work):
+    return work.parent / "heads"
 
 
 def bench_of(folders, *arguments):
     work, data = folders
-    given = ["--task", str(work), "--data", str(data), *arguments]
+    given = ["--task", str(work), "--data", str(data), "--heads", str(heads_folder(work))]
+    given += arguments
     return shared.Bench(load_family(work), command.parse(given))
 
 
@@ -60,7 +74,7 @@ def test_every_table_runs(name, folders, tmp_path, capsys):
     work, data = folders
     found = command.main(
         [name, "--quick", "--task", str(work), "--data", str(data), "--output", str(tmp_path),
-         "--record", "found"]
+         "--record", "found", "--heads", str(heads_folder(work))]
     )  # fmt: skip
     assert found == 0
     assert (tmp_path / "found.md").read_text().split("\n\n")[1] in capsys.readouterr().out
@@ -68,6 +82,10 @@ def test_every_table_runs(name, folders, tmp_path, capsys):
         records = list(csv.DictReader(lines))
     ways = [record["way"] for record in records]
     assert len(ways) > 1 and (name == "xia_figure6" or decode.PLAIN in ways)
+    of_heads = ["3 blockwise heads", "11 blockwise heads"]
+    assert [way for way in ways if "heads" in way] == of_heads * (name in ("xia1", "xia2"))
+    if name == "xia1":
+        assert float(records[ways.index(of_heads[1])]["relative_bleu"]) == pytest.approx(100)
     if name == "xia2":
         assert {"spec-drafter", "small"} <= set(ways)
         begun = {record["way"]: record["start"] for record in records}
@@ -107,8 +125,12 @@ def test_a_drafter_is_wanted(tmp_path):
 
 def test_printed_rows():
     record = {}
-    xia.beside(record, xia.TABLE_1[25])
+    xia.beside(record, xia.TABLE_1[False, xia.BASE][25])
     assert record == {"paper_bleu": 28.93, "paper_speed": 5.1}
+    for part in xia.TABLE_1.values():  # heads change no text, and are slower the more there are
+        speeds = [part[xia.HEADS, block].speed for block in xia.BLOCKS]
+        assert part[xia.HEADS, 10].bleu == part[decode.PLAIN].bleu and speeds[0] > speeds[1]
+    assert xia.TABLE_1[True, xia.DEEP][25] == (None, 32.48, 3.3)
     assert set(xia.TABLE_3) == set(xia.EVERY_BLOCK)
     assert set(xia.TABLE_4) == {(beta, tau) for beta in xia.BETAS for tau in xia.TAUS}
     # The development set's row of Table 3 at 25 is Table 4's at beta 3 and tau 1.

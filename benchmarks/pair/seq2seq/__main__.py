@@ -61,7 +61,7 @@ from pair.seq2seq.runs import (  # noqa: E402
     train_size,
 )
 from pair.seq2seq.schedule import BUDGETS, Pace, budget_of, seconds_of  # noqa: E402
-from pair.seq2seq.sizes import SIZES, TIME_SHARES  # noqa: E402
+from pair.seq2seq.sizes import LARGEST, SIZES, TIME_SHARES  # noqa: E402
 from pair.seq2seq.training import KL, LABELS, LOSSES, Options, train  # noqa: E402
 from specdec_ext.models.spec_drafter import SpecDrafter  # noqa: E402
 
@@ -256,6 +256,14 @@ def add_writing(command: argparse.ArgumentParser, beams: int) -> None:
     add("--beams", type=int, default=beams, help=f"of the search that writes them ({beams})")
 
 
+def layers(text: str) -> tuple[int, int]:
+    """Read the layers of an encoder and of a decoder, such as ``12+2``."""
+    numbers = text.split("+")
+    if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected two numbers from 1 up, as 12+2; got {text!r}")
+    return int(numbers[0]), int(numbers[1])
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -295,6 +303,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--jobs", type=int, default=1, help="sizes trained at a time (1)")
     add("--start", type=Path, help="a work folder with the same tokenizer, whose weights go on")
     add("--sizes", default=",".join(SIZES), help="with commas between (all)")
+    add("--layers", type=layers, metavar="ENCODER+DECODER",
+        help=f"of {LARGEST} in place of its own, for another target in another folder")  # fmt: skip
 
     command = commands.add_parser("distill", parents=[shared, training])
     command.set_defaults(run=run_distill)
@@ -339,6 +349,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         given.sizes = given.sizes.split(",")
         if unknown := [name for name in given.sizes if name not in SIZES]:
             parser.error(f"no such size: {', '.join(unknown)}; there are {', '.join(SIZES)}")
+        if given.layers is not None and LARGEST not in given.sizes:
+            parser.error(f"--layers are those of {LARGEST}, which --sizes leaves out")
         given.sizes.sort(key=list(SIZES).index, reverse=True)
     return given
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, T5ForConditionalGeneration
 from pair.seq2seq.data import Batches, Pairs, load_prepared
 from pair.seq2seq.models import load_model, save_model
 from pair.seq2seq.schedule import Budget, Pace, budget_of
-from pair.seq2seq.sizes import COPYING, SIZES, build_model
+from pair.seq2seq.sizes import COPYING, LARGEST, SIZES, build_model
 from pair.seq2seq.training import Options, Report, train
 
 
@@ -54,7 +54,10 @@ def train_size(given: argparse.Namespace, name: str, seconds: float) -> None:
     steps = None
     if budget.epochs is not None:
         steps = budget.epochs * Batches(splits["train"], options.batch_tokens, 0).per_epoch
-    model = build_model(SIZES[name], len(tokenizer), options.dropout, options.seed)
+    shape = SIZES[name]
+    if given.layers is not None and name == LARGEST:
+        shape = shape | dict(zip(("num_layers", "num_decoder_layers"), given.layers, strict=True))
+    model = build_model(shape, len(tokenizer), options.dropout, options.seed)
     if given.start is not None:
         options = replace(options, start=given.start.name)
         model.load_state_dict(load_model(given.start, name).state_dict())
