@@ -126,6 +126,9 @@ class Scripted:
     def __call__(self, attention_mask=None, **given):
         self.calls.append(given)
         places = given["prefix_lengths"][:, None] - 1 + torch.arange(self.config.block_size)
+        if given["slots"].shape[1] > self.config.block_size:  # the prefix's own tokens, too
+            own = torch.arange(given["prefix_ids"].shape[1]).expand(len(places), -1)
+            places = torch.cat([own, places], 1)
         return SimpleNamespace(logits=self.table[places[given["slots"]]])
 
 
@@ -196,6 +199,72 @@ def test_several_prefixes_of_a_text(monkeypatch):
     assert states.tolist() == sources.repeat_interleave(2, 0).tolist() and model.encoded == 1
     with pytest.raises(ValueError, match="prefixes must be .* got 0"):
         spec_drafter_loss(model, sources, mask, LABELS, prefixes=0)
+
+
+@pytest.mark.parametrize("decay", [0.5, 1.0])
+def test_later_slots_count_less(monkeypatch, decay):
+    import specdec_ext.models.spec_drafter_training as training
+
+    prefixes = [1, 1, 0]
+    monkeypatch.setattr(training, "sample_prefix_lengths", lambda *_: torch.tensor(prefixes))
+    model = Scripted(block_size=3)
+    found = spec_drafter_loss(model, torch.ones(3, 2), None, LABELS, slot_decay=decay)
+    terms = [
+        (decay**slot, term)
+        for label, p in zip(LABELS, prefixes, strict=True)
+        for slot, term in enumerate(equation_5(model, label, p, 3))
+    ]
+    expected = sum(weight * term for weight, term in terms) / sum(weight for weight, _ in terms)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    for wrong in (0.0, 1.1):
+        with pytest.raises(ValueError, match=rf"slot_decay must be in \(0, 1\], got {wrong}"):
+            spec_drafter_loss(model, torch.ones(3, 2), None, LABELS, slot_decay=wrong)
+
+
+def test_the_prefixes_own_tokens(monkeypatch):
+    """Each of them, from the first one on, and the one behind the prefix; glancing or not."""
+    import specdec_ext.models.spec_drafter_training as training
+
+    prefixes = [2, 0, 1]
+    monkeypatch.setattr(training, "sample_prefix_lengths", lambda *_: torch.tensor(prefixes))
+    model = Scripted(block_size=3)
+    generator = torch.Generator().manual_seed(3)
+    found = spec_drafter_loss(
+        model, torch.ones(3, 2), None, LABELS, ratio=0.7, prefix_weight=0.5, generator=generator
+    )
+    shown = [
+        [i for i, token in enumerate(row) if token != MASKED]
+        for row in model.calls[-1]["block_ids"].tolist()
+    ]
+    assert any(shown)
+    rows = list(zip(LABELS, prefixes, shown, strict=True))
+    block = [term for label, p, seen in rows for term in equation_5(model, label, p, 3, seen)]
+    own = [term for label, p, _ in rows for term in equation_5(model, label, 0, p + 1)]
+    assert len(own) == sum(prefixes) + 3
+    expected = sum(block) / len(block) + 0.5 * sum(own) / len(own)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="prefix_weight must be 0 or more, got -1"):
+        spec_drafter_loss(model, torch.ones(3, 2), None, LABELS, prefix_weight=-1)
+
+
+def test_what_the_prefixes_tokens_say():
+    """Each says what it says where nothing stands behind it; the slots say what they say anyhow."""
+    model = spec_drafter(12, 3)
+    source, tokens = torch.randint(2, 8, (2, 4)), torch.randint(2, 8, (2, 3))
+    lengths = torch.tensor([3, 2])
+    given = {"prefix_ids": tokens, "prefix_lengths": lengths}
+    places = torch.ones(2, 3 + model.config.block_size, dtype=torch.bool)
+    found = model(source, **given, slots=places).logits.view(*places.shape, -1)
+    torch.testing.assert_close(found[:, 3:], model(source, **given).logits)
+    block = torch.randint(2, 8, (2, model.config.block_size))
+    for end in (1, 2):  # other tokens behind them, and other slots
+        other = torch.cat([tokens[:, :end], torch.randint(2, 8, (2, 3 - end))], 1)
+        with torch.inference_mode():
+            again = model(source, prefix_ids=other, block_ids=block, slots=places).logits
+        torch.testing.assert_close(again.view_as(found)[:, :end], found[:, :end])
+        assert not torch.allclose(again.view_as(found)[:, end:3], found[:, end:3])
+    with pytest.raises(ValueError, match=r"slots must be \[2, 3\] or, .* \[2, 6\], got \[2, 5\]"):
+        model(source, **given, slots=places[:, :5])
 
 
 def test_slots_and_states_that_were_encoded_before():

@@ -367,7 +367,9 @@ class SpecDrafter(T5PreTrainedModel):
             ``block_size`` slots, all masked.
         slots : Tensor, optional
             ``[B, k]`` bool, those whose logits are asked for; the decoder runs all of them, which
-            see each other. None: all.
+            see each other. With ``[B, n + k]`` the prefix's tokens stand before them: the logits of
+            one are those of the token behind it, which it cannot see. No draft is made of these;
+            see ``prefix_weight`` of `spec_drafter_loss`. None: all slots.
         encoder_outputs : BaseModelOutput, optional
             What `get_encoder` returns for the source, where that has been run. None: it is run.
 
@@ -375,12 +377,13 @@ class SpecDrafter(T5PreTrainedModel):
         -------
         Seq2SeqLMOutput
             ``logits`` ``[B, k, V]``, of the tokens behind the prefix; with ``slots`` ``[N, V]``, of
-            the N that were asked for, row by row.
+            the N places that were asked for, row by row.
 
         Raises
         ------
         ValueError
-            More slots than ``block_size``; neither a source nor ``encoder_outputs``.
+            More slots than ``block_size``; neither a source nor ``encoder_outputs``; ``slots`` of
+            another shape.
         """
         batch, new = prefix_ids.shape
         if encoder_outputs is None:
@@ -405,6 +408,13 @@ class SpecDrafter(T5PreTrainedModel):
             _source_mask(attention_mask, states.dtype),
             None,
         )
+        if slots is None or slots.shape == block_ids.shape:
+            hidden = hidden[:, new:]
+        elif slots.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"SpecDrafter: slots must be {[*block_ids.shape]} or, with the prefix's tokens, "
+                f"{[*hidden.shape[:2]]}, got {[*slots.shape]}"
+            )
         return Seq2SeqLMOutput(logits=self._project(hidden if slots is None else hidden[slots]))
 
     @torch.inference_mode()
@@ -516,7 +526,8 @@ class SpecDrafter(T5PreTrainedModel):
         )
         cache.end()
         state.calls += 1
-        return self._project(hidden[:, : max(shown, _FEWEST_SLOTS)])[:, :shown]
+        slots = hidden[:, tokens.shape[1] :]
+        return self._project(slots[:, : max(shown, _FEWEST_SLOTS)])[:, :shown]
 
     def _block_embeddings(self, block_ids: Tensor) -> Tensor:
         """Return the slots' inputs, ``[B, k, d]``: [MASK] or a token, and the slot's place."""
@@ -541,7 +552,7 @@ class SpecDrafter(T5PreTrainedModel):
         source_mask: Tensor | None,
         cache: EncoderDecoderCache | None,
     ) -> Tensor:
-        """Return the slots' states, ``[B, k, d]``; the arguments are those of `block_mask`."""
+        """Return states of new tokens and slots, ``[B, n + k, d]``; arguments as `block_mask`'s."""
         new = embeddings.shape[1] - block
         visible = block_mask(known, lengths, new, block, width)
         device = embeddings.device
@@ -557,7 +568,7 @@ class SpecDrafter(T5PreTrainedModel):
             source_mask,
             cache,
         )
-        return hidden[:, new:]
+        return hidden
 
     def _project(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[B, k, V]`` of slots' states."""

@@ -13,6 +13,7 @@ all of this; optimiser, schedule and averaging (appendix A) are its own.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -202,6 +203,8 @@ def spec_drafter_loss(
     ratio: float = 0.0,
     label_smoothing: float = 0.0,
     prefixes: int = 1,
+    slot_decay: float = 1.0,
+    prefix_weight: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Return the loss of a batch: equation 5 behind a random prefix of each text, or several.
@@ -209,6 +212,10 @@ def spec_drafter_loss(
     It is the negative log-probability of the tokens behind the slots that are masked, as a mean
     over the tokens of the batch (the paper prints the sum of one text). Slots that show their token
     are not predicted.
+
+    Equation 5 asks for all k tokens of a block alike, and a draft is accepted up to its first wrong
+    token: the first slots decide what it is worth, and are a small part of the loss. Two options
+    that the paper does not have ask for more of them, for trainings that are short.
 
     Parameters
     ----------
@@ -228,6 +235,15 @@ def spec_drafter_loss(
     prefixes : int
         Prefixes drawn of each text, 1 in the paper. The encoder, the larger part of a Spec-Drafter,
         runs once for all of them, so that several learn more in the same time.
+    slot_decay : float
+        Slot i (from 1) counts ``slot_decay ** (i - 1)`` in the mean, in (0, 1]; 1, the paper's: all
+        alike. (Cai et al., "Medusa", arXiv 2401.10774, section 2.2, weigh their heads so, by .8.)
+    prefix_weight : float
+        0, the paper's, or the weight of a second mean that is added: the negative log-probability
+        of each of the prefix's tokens behind those before it, and of the one behind the prefix, as
+        in the training of an autoregressive model. It costs no more than the output layer for
+        these, and teaches the decoder to read the source at every token of the text. The outputs
+        are not used for drafts.
     generator : torch.Generator, optional
         For prefixes and glancing, on the device of ``labels``. None: torch's own.
 
@@ -235,6 +251,11 @@ def spec_drafter_loss(
     -------
     Tensor
         A float32 scalar.
+
+    Raises
+    ------
+    ValueError
+        No prefix; ``slot_decay`` outside (0, 1], or a negative ``prefix_weight``.
 
     Examples
     --------
@@ -248,6 +269,10 @@ def spec_drafter_loss(
     >>> loss.backward()
     """
     integer("spec_drafter_loss: prefixes", prefixes, low=1)
+    if not 0.0 < slot_decay <= 1.0:
+        raise ValueError(f"spec_drafter_loss: slot_decay must be in (0, 1], got {slot_decay}")
+    if not 0.0 <= prefix_weight < math.inf:
+        raise ValueError(f"spec_drafter_loss: prefix_weight must be 0 or more, got {prefix_weight}")
     encoder = model.get_encoder()
     states = encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     if prefixes > 1:
@@ -278,9 +303,20 @@ def spec_drafter_loss(
         with torch.no_grad():
             guessed = block.targets.masked_scatter(exists, predict(block_ids, exists).argmax(-1))
         block_ids = glance(block.targets, guessed, ratio, generator)
-    predicted = (block_ids == MASKED) & exists
-    return torch.nn.functional.cross_entropy(
-        predict(block_ids, predicted).float(),
-        block.targets[predicted],
+    asked = (block_ids == MASKED) & exists
+    wanted = block.targets
+    weights = slot_decay ** torch.arange(wanted.shape[1], device=wanted.device).expand_as(wanted)
+    shares = weights * asked / (weights * asked).sum()
+    if prefix_weight > 0.0:
+        width = block.prefix_ids.shape[1]
+        known = torch.arange(width, device=wanted.device) < block.prefix_lengths[:, None]
+        wanted = torch.cat([labels[:, :width], wanted], 1)
+        shares = torch.cat([prefix_weight * known / known.sum(), shares], 1)
+        asked = torch.cat([known, asked], 1)
+    losses = torch.nn.functional.cross_entropy(
+        predict(block_ids, asked).float(),
+        wanted[asked],
         label_smoothing=label_smoothing,
+        reduction="none",
     )
+    return (losses * shares[asked]).sum()

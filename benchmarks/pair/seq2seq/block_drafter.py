@@ -48,13 +48,16 @@ class DrafterOptions(Options):
     """Options of a training, with those of a Spec-Drafter.
 
     ``first_ratio`` and ``last_ratio`` are those of glancing at the two ends of the training; a text
-    is learned behind so many random ``prefixes`` in a step;
+    is learned behind so many random ``prefixes`` in a step; ``slot_decay`` and ``prefix_weight``
+    are those of `spec_drafter_loss`;
     ``written`` sources have the target's own texts, from a search with ``beams``.
     """
 
     first_ratio: float = 0.5
     last_ratio: float = 0.3
     prefixes: int = 1
+    slot_decay: float = 1.0
+    prefix_weight: float = 0.0
     written: int = 0
     beams: int = 5
 
@@ -95,6 +98,8 @@ def drafting_loss(
             ratio=glancing_ratio(progress, options.first_ratio, options.last_ratio),
             label_smoothing=options.label_smoothing,
             prefixes=options.prefixes,
+            slot_decay=options.slot_decay,
+            prefix_weight=options.prefix_weight,
         )
 
 
