@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+import wrong_laws
 from enumerated_drafts import Round, check_lossless
 from generate_models import TableWithStates, pair, prompts, tables
 from test_generate_law import ALPHA, PROMPT, p_value
@@ -92,21 +93,12 @@ def test_joint_law_of_trees(name):
     assert law_of(EagleDrafter(table_and_head()[1]), tree=tree, rule=rule) > ALPHA
 
 
-class AnotherMap(EagleDrafter):
+class AnotherMap(wrong_laws.AnotherMap, EagleDrafter):
     """Says of its law that its entries are other tokens than were drawn."""
 
-    def propose(self, gamma, positions, go_on=None):
-        draft = super().propose(gamma, positions, go_on)
-        ids = draft.token_ids
-        return draft._replace(token_ids=None if ids is None else ids.roll(1))
 
-
-class AnotherRow(EagleDrafter):
-    """Passes on the row of the token behind."""
-
-    def propose(self, gamma, positions, go_on=None):
-        draft = super().propose(gamma, positions, go_on)
-        return draft if draft.logits is None else draft._replace(logits=draft.logits.roll(1, 1))
+class AnotherRow(wrong_laws.AnotherRow, EagleDrafter):
+    """Passes on the row of another token than each was drawn from."""
 
 
 @pytest.mark.every("wrong")

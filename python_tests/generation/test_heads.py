@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+import wrong_laws
 from enumerated_drafts import Round, check_lossless
 from generate_models import TableWithStates, pair, prompts, tables
 from test_encoder_decoder import encoded, inputs_of, models, plain, start
@@ -17,7 +18,6 @@ import specdec_ext
 from specdec_ext.decoding import (
     BanditDrafter,
     ConfidenceStop,
-    Draft,
     GrownTree,
     HeadsDrafter,
     LookupDrafter,
@@ -121,12 +121,8 @@ def test_joint_law_in_a_stack_and_under_a_policy():
     assert law_of(HeadsDrafter(heads), gamma=ConfidenceStop(3, 0.4)) > ALPHA
 
 
-class AnotherRow(HeadsDrafter):
-    """Passes on the row of another head than each token was drawn from."""
-
-    def propose(self, gamma, positions, go_on=None):
-        tokens, logits, kinds, *_ = super().propose(gamma, positions, go_on)
-        return Draft(tokens, None if logits is None else logits.roll(1, 1), kinds)
+class AnotherRow(wrong_laws.AnotherRow, HeadsDrafter):
+    """Passes on the row of another token than each was drawn from."""
 
 
 class StateBeside(HeadsDrafter):
@@ -298,12 +294,8 @@ def test_joint_law_of_trees_over_some_tokens(name):
     assert law_of_some(HeadsDrafter(some_heads()[1]), tree=tree, rule=rule) > ALPHA
 
 
-class AnotherMap(HeadsDrafter):
-    """Says of its laws that their entries are other tokens than were drawn."""
-
-    def propose(self, gamma, positions, go_on=None):
-        draft = super().propose(gamma, positions, go_on)
-        return draft._replace(token_ids=draft.token_ids.roll(1))
+class AnotherMap(wrong_laws.AnotherMap, HeadsDrafter):
+    """Says of its law that its entries are other tokens than were drawn."""
 
 
 def test_control_heads_over_some_tokens_that_name_others():

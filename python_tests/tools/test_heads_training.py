@@ -126,6 +126,9 @@ def test_the_command_on_a_causal_model(tmp_path, capsys, monkeypatch):
     assert heads.weights.any()
     assert main(["evaluate", *work, "--texts", "2", "--new-tokens", "6"]) == 0
     assert capsys.readouterr().out.count("\n|") == 1 + 3 + 4  # at T = 0 without `typical`
+    for kind in ("medusa", "eagle"):
+        assert main(["train", *given, *steps, "--kind", kind, "--vocabulary", "0"]) == 1
+        assert "draft_vocab_size must be" in capsys.readouterr().err
     eagle = [*given, "--kind", "eagle"]
     assert main(["train", *eagle, *steps, "--vocabulary", "300"]) == 0
     assert "distance of states, nats: " in capsys.readouterr().out

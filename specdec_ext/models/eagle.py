@@ -78,8 +78,9 @@ class EagleHead(PreTrainedModel):
 
     Attributes
     ----------
-    draft_token_ids : Tensor
-        ``[Vd]`` int64, the target's token of each entry of the vocabulary; saved with the weights.
+    draft_token_ids : Tensor or None
+        ``[Vd]`` int64, the target's token of each entry of a reduced vocabulary, saved with the
+        weights; None: entry i is token i.
 
     Examples
     --------
@@ -97,7 +98,7 @@ class EagleHead(PreTrainedModel):
     config: EagleHeadConfig
     base_model_prefix = "layers"
     main_input_name = "features"
-    draft_token_ids: Tensor
+    draft_token_ids: Tensor | None
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
@@ -105,13 +106,9 @@ class EagleHead(PreTrainedModel):
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.layers = LlamaModel(config)
         self.projection = nn.Linear(config.hidden_size, size, bias=config.projection_bias)
-        self.register_buffer("draft_token_ids", torch.arange(size))
+        reduced = config.draft_vocab_size is not None
+        self.register_buffer("draft_token_ids", torch.arange(size) if reduced else None)
         self.post_init()
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether its vocabulary is not the target's."""
-        return self.config.draft_vocab_size is not None
 
     def make_drafter(self) -> Any:
         """Return the `specdec_ext.decoding.EagleDrafter` that drafts with this head."""
@@ -226,9 +223,10 @@ class EagleHead(PreTrainedModel):
         if draft_token_ids is not None:
             keep_tokens(made, draft_token_ids)
         made.layers.embed_tokens.weight.copy_(embedding.weight)
-        made.projection.weight.copy_(head.weight[made.draft_token_ids])
+        known = slice(None) if draft_token_ids is None else made.draft_token_ids
+        made.projection.weight.copy_(head.weight[known])
         if made.projection.bias is not None:
-            made.projection.bias.copy_(head.bias[made.draft_token_ids])
+            made.projection.bias.copy_(head.bias[known])
         result: EagleHead = made
         return result
 
@@ -289,8 +287,9 @@ def eagle_loss(
     """
     integer("eagle_loss: unrolled", unrolled, low=1)
     kept = torch.ones_like(tokens) if mask is None else mask
-    ids = head.draft_token_ids if head.is_reduced else None
-    own = logits_of_tokens("eagle_loss", target_logits, ids, head.config.vocab_size)
+    own = logits_of_tokens(
+        "eagle_loss", target_logits, head.draft_token_ids, head.config.vocab_size
+    )
     laws = own.float().softmax(-1)
     parts = []
     for place, (states, logits) in enumerate(_rounds(head, tokens, features, unrolled)):

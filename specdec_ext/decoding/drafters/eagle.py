@@ -234,7 +234,7 @@ class EagleDrafter:
 
     @property
     def _token_ids(self) -> Tensor | None:
-        ids: Tensor | None = self.head.draft_token_ids if self.head.is_reduced else None
+        ids: Tensor | None = self.head.draft_token_ids
         return ids
 
     def propose_tree(self, positions: Tensor) -> TreeDraft:
