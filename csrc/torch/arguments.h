@@ -1,8 +1,8 @@
 // Arguments of every operator: checked once, here, for all backends, and turned into the plain
 // structs of core/params.h together with freshly allocated outputs.
 //
-// What is wrong raises std::invalid_argument, which Python sees as ValueError: the argument's name,
-// what was expected (shapes in symbols) and what came.
+// What is wrong raises what Python sees as ValueError (value_error.h): the argument's name, what
+// was expected (shapes in symbols) and what came.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,7 +1,8 @@
 #include "checker.h"
 
 #include <sstream>
-#include <stdexcept>
+
+#include "value_error.h"
 
 namespace specdec {
 namespace {
@@ -102,7 +103,7 @@ bool is_float8(const Tensor& t) {
 }
 
 void Checker::fail(const std::string& message) const {
-  throw std::invalid_argument(std::string(op_) + ": " + message);
+  throw pybind11::value_error(std::string(op_) + ": " + message);
 }
 
 void Checker::require(bool condition, const std::string& message) const {
