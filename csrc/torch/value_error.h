@@ -17,7 +17,7 @@ __attribute__((weak)) void PyErr_SetString(struct _object* type, const char* mes
 
 namespace pybind11 {
 
-// As in pybind11/detail/common.h: what is caught as such a class is told by the class's name.
+// As in pybind11's own headers: what is caught as such a class is told by the class's name.
 class builtin_exception : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
