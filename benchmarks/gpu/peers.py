@@ -175,6 +175,12 @@ def help_compiler(folder: Path) -> None:
         _prepend("LIBRARY_PATH", [folder])
 
 
+@cache
+def _folder_of_links() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="libcuda-")
+
+
 def _prepend(variable: str, folders: Sequence[Path]) -> None:
     before = os.environ.get(variable, "").split(os.pathsep)
     paths = [*map(str, folders), *filter(None, before)]
@@ -189,7 +195,7 @@ def flashinfer_verifier(
 
     The random state is a tensor, as its documentation asks for under CUDA graphs.
     """
-    help_compiler(Path(tempfile.mkdtemp(prefix="libcuda-")))
+    help_compiler(Path(_folder_of_links().name))
     kernels: Any = import_module("flashinfer.sampling")
     offset = torch.zeros(1, dtype=torch.int64, device=device)
     one_hot: list[Tensor] = []  # made when first needed: [B, G, V] zeros between calls
@@ -229,7 +235,7 @@ def flashinfer_attention(
     places, allowed ``[B, N, L]`` bool; gives ``[B, N, H, D]``. Keys and values lie as the kernel
     likes them best, one request behind the other.
     """
-    help_compiler(Path(tempfile.mkdtemp(prefix="libcuda-")))
+    help_compiler(Path(_folder_of_links().name))
     prefill: Any = import_module("flashinfer.prefill")
     batch, nodes, heads, size = q.shape
     k, v = (

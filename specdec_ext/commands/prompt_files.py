@@ -69,9 +69,10 @@ def read_prompts(*paths: Path) -> list[Given]:
     Examples
     --------
     >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "prompts.yaml"
-    >>> _ = path.write_text("- Hello!\n- name: thanks\n  content: Thank you!\n")
-    >>> [(prompt.name, prompt.text) for prompt in read_prompts(path)]
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    ...     _ = file.write("- Hello!\n- name: thanks\n  content: Thank you!\n")
+    ...     file.flush()
+    ...     [(prompt.name, prompt.text) for prompt in read_prompts(Path(file.name))]
     [('prompt 1', 'Hello!'), ('thanks', 'Thank you!')]
     """
     turns = zip_longest(*(_read(path) for path in paths))
