@@ -73,7 +73,10 @@ def check_requirements() -> None:
 
 def run(*command: object, **options: object) -> None:
     """Run a command; where it fails, its own output says why."""
-    done = subprocess.run([str(word) for word in command], **options)
+    # The jobs that a `make --jobs` grants go to programs that it starts itself: Ninja, which would
+    # ask for them, is told of none.
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    done = subprocess.run([str(word) for word in command], env=environment, **options)
     if done.returncode != 0:
         raise ExecError(f"{Path(str(command[0])).name} failed with status {done.returncode}")
 
