@@ -71,12 +71,12 @@ def check_requirements() -> None:
         )
 
 
-def run(*command: object, **options: object) -> None:
+def run(*command: object) -> None:
     """Run a command; where it fails, its own output says why."""
     # The jobs that a `make --jobs` grants go to programs that it starts itself: Ninja, which would
     # ask for them, is told of none.
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    done = subprocess.run([str(word) for word in command], env=environment, **options)
+    done = subprocess.run([str(word) for word in command], env=environment)
     if done.returncode != 0:
         raise ExecError(f"{Path(str(command[0])).name} failed with status {done.returncode}")
 

@@ -1,4 +1,4 @@
-"""The build: no Python ABI, one namespace per instruction set, choice at run time, the wheel."""
+"""The build: what it needs, one namespace per instruction set, choice at run time, the wheel."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def info_of(output):
 # ---- the operator library ------------------------------------------------------------------------
 
 
-def test_operator_library_has_no_python_abi():
+def test_operator_library_needs_nothing_of_python():
     needs = checked_output_of("nm", "-D", "--undefined-only", str(PACKAGE / "_C.so"))
     assert "aoti_torch" in needs  # it is the stable ABI that it uses
     of_python = re.findall(r"(\w) (_?Py[A-Z_]\w*)", needs)

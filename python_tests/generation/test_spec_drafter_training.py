@@ -243,7 +243,7 @@ def test_the_prefixes_own_tokens(monkeypatch):
     assert len(own) == sum(prefixes) + 3
     expected = sum(block) / len(block) + 0.5 * sum(own) / len(own)
     assert found.item() == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match="prefix_weight must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="prefix_weight must be .*at least 0, got -1"):
         spec_drafter_loss(model, torch.ones(3, 2), None, LABELS, prefix_weight=-1)
 
 

@@ -13,14 +13,13 @@ all of this; optimiser, schedule and averaging (appendix A) are its own.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..decoding.checks import integer
+from ..decoding.checks import integer, number_in
 from .spec_drafter import MASKED, SpecDrafter
 
 __all__ = [
@@ -271,8 +270,7 @@ def spec_drafter_loss(
     integer("spec_drafter_loss: prefixes", prefixes, low=1)
     if not 0.0 < slot_decay <= 1.0:
         raise ValueError(f"spec_drafter_loss: slot_decay must be in (0, 1], got {slot_decay}")
-    if not 0.0 <= prefix_weight < math.inf:
-        raise ValueError(f"spec_drafter_loss: prefix_weight must be 0 or more, got {prefix_weight}")
+    number_in("spec_drafter_loss: prefix_weight", prefix_weight, 0)
     encoder = model.get_encoder()
     states = encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     if prefixes > 1:
@@ -305,8 +303,9 @@ def spec_drafter_loss(
         block_ids = glance(block.targets, guessed, ratio, generator)
     asked = (block_ids == MASKED) & exists
     wanted = block.targets
-    weights = slot_decay ** torch.arange(wanted.shape[1], device=wanted.device).expand_as(wanted)
-    shares = weights * asked / (weights * asked).sum()
+    slots = torch.arange(wanted.shape[1], dtype=torch.float64, device=wanted.device)
+    weights = slot_decay**slots * asked
+    shares = (weights / weights.sum()).float()
     if prefix_weight > 0.0:
         width = block.prefix_ids.shape[1]
         known = torch.arange(width, device=wanted.device) < block.prefix_lengths[:, None]

@@ -332,12 +332,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="of the learning rate; less where little is new (1)")  # fmt: skip
     add("--prefixes", type=int, default=3,
         help="of a text in a step, each with a block behind it (3; 1 in the paper)")  # fmt: skip
-    add(
-        "--slot-decay",
-        type=float,
-        default=DrafterOptions.slot_decay,
-        help="what a slot counts in the loss beside the one before it (1: as in the paper)",
-    )
+    add("--slot-decay", type=float, default=DrafterOptions.slot_decay,
+        help="what a slot counts in the loss beside the one before (1, the paper's)")  # fmt: skip
     add("--prefix-weight", type=float, default=DrafterOptions.prefix_weight,
         help="of the prefix's own tokens in the loss (0, the paper's)")  # fmt: skip
     add("--copying", type=float, default=Options.copying,
