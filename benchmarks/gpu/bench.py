@@ -382,7 +382,8 @@ def contestants(cell: Cell, options: argparse.Namespace) -> list[str]:
     names = [name for b in ours(options.device) for name in named(b, cell)]
     absent = {name for name, reason in peers.absences(options.device).items() if reason is not None}
     names += [*peers.eager_laws(cell.sampling), *(n for n in PACKAGES if n not in absent)]
-    return [name for name in [*names, READ] if name in options.contestants]
+    wanted = set(options.contestants) - set(options.without)
+    return [name for name in [*names, READ] if name in wanted]
 
 
 def named(backend: str, cell: Cell | None = None) -> list[str]:
@@ -666,6 +667,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     on_demand = [name for b in ("cpu", *GPU_BACKENDS) for name in named(b)]
     choices = list(dict.fromkeys([*everyone, *on_demand]))
     parser.add_argument("--contestants", nargs="+", choices=choices, default=everyone)
+    parser.add_argument("--without", nargs="+", choices=choices, default=[], help="of these, none")
     parser.add_argument("--cell-s", type=float, default=0.25, help="seconds of timing a contestant")
     parser.add_argument("--check-requests", type=int, default=2, help="that the reference checks")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds without progress")

@@ -32,7 +32,11 @@ Python, torch and nvcc, ``SPECDEC_CUDA=1 python setup.py build_ext --inplace``, 
     python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-bench \\
         --steps build info peers trees attention bench
 
-and ``--merge CHECKS.json BENCH.json`` makes one report of theirs.
+and ``--merge CHECKS.json BENCH.json`` makes one report of theirs. On the first machine, an H200
+with 16 cores, a start took 35 seconds, the smoke test of CUDA 10, the bench without other packages
+30, trees 25, either sanitizer less than 95 beside the tests. Of 1,400 tests, 120 seconds reached
+860: ``--tests "python_tests/backends/test_gpu.py -k cuda"`` chooses those of the CUDA kernels.
+FlashInfer's kernels were not compiled after 105 seconds.
 
 A few packages make more of it, installed or on PYTHONPATH: flashinfer-python and apache-tvm-ffi
 (0.6.4 and 0.1.15 do with what torch brings, and nvcc compiles their kernels here); vLLM, or what
@@ -445,7 +449,10 @@ def bench(report: Report, limit: float) -> Step:
     with tempfile.TemporaryDirectory() as place:
         command = python("benchmarks/gpu/bench.py", "--device", str(options.device))
         command += ["--out", place, "--budget-s", f"{max(limit - 60, 1):.0f}"]
-        step, _ = run(report, "bench", [*command, *shlex.split(options.bench)], limit)
+        command += shlex.split(options.bench)
+        if "peers" in report.steps and report.steps["peers"].status == "timeout":
+            command += ["--without", "flashinfer"]  # it would go on compiling, on the bench's time
+        step, _ = run(report, "bench", command, limit)
         path = Path(place) / "gpu-bench.json"
         if path.exists():
             report.bench = json.loads(path.read_text())

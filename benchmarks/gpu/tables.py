@@ -21,7 +21,7 @@ SAMPLING = {
 RULES = ("token", "block")
 ALL_RULES = (*RULES, "coupled")
 FEATURES = ("masked", "reduced", "tree")
-PACKAGES = ("compile", "flashinfer", "vllm")
+PACKAGES = ("compile", "vllm", "flashinfer")
 PEERS = ("eager", "eager sort", "eager topk", *PACKAGES)
 SPEED_UP = 3.0  # asked for against the strongest peer
 

@@ -92,8 +92,10 @@ __device__ void open_for_rows(const VerifyParams& p, int64_t b, Request* shared)
   __syncthreads();
 }
 
-// open_request, for the whole block.
+// open_request, for the whole block. Needs no earlier launch, unless there is a map: one of those
+// checks it, and is waited for here.
 __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared) {
+  if (p.map.ids.data != nullptr) wait_for_launch_before();
   if (threadIdx.x < kWarp) {
     Request r = count_columns(p, b);
     if (!r.greedy) {

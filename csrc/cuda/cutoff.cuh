@@ -46,7 +46,10 @@ __device__ __forceinline__ bool find_bin(CutoffMemory* memory, uint64_t bound, u
   __syncthreads();
   const int last = kLastBin - static_cast<int>(threadIdx.x) * kBinsPerThread;
   uint64_t sum = 0;
-  for (int i = 0; i < kBinsPerThread; ++i) sum += memory->histogram[last - i];
+  // Each thread begins at another of its bins: neighbours would meet in the same memory bank.
+  for (int i = 0; i < kBinsPerThread; ++i) {
+    sum += memory->histogram[last - static_cast<int>(i + threadIdx.x) % kBinsPerThread];
+  }
   uint64_t total = 0;
   uint64_t so_far = *above + block_exclusive_sum(sum, &total);
   if (*above + total < bound) return false;
@@ -99,12 +102,15 @@ struct RowSource {
 // ---- selections ---
 
 // The largest value for which the weight of all entries >= it, `above` included, reaches the bound;
-// false if there is none. weigh(x) gives an entry's weight.
+// false if there is none. weigh(x) gives an entry's weight. A call: where entries are few, as a
+// rule, select_among_few takes its place.
 template <typename Source, typename Weigh>
-__device__ __forceinline__ bool select_value(CutoffMemory* memory, const Source& source,
-                                             uint64_t bound, uint64_t above, const Weigh& weigh,
-                                             float* value) {
+__device__ __attribute__((noinline)) bool select_by_radix(CutoffMemory* memory,
+                                                          const Source& source, uint64_t bound,
+                                                          uint64_t above, const Weigh& weigh,
+                                                          float* value) {
   RadixSelection selection;
+#pragma unroll 1
   for (int level = 0; level < kRadixLevels; ++level) {
     clear_histogram(memory);
     source([&](float x) {
@@ -119,6 +125,50 @@ __device__ __forceinline__ bool select_value(CutoffMemory* memory, const Source&
   }
   *value = key_value(selection.prefix);
   return true;
+}
+
+// The same of at most kThreads candidates: a thread compares its own with all of them, between
+// three barriers in the place of a dozen.
+template <typename Weigh>
+__device__ __forceinline__ bool select_among_few(CutoffMemory* memory,
+                                                 const CandidateSource& source, uint64_t bound,
+                                                 uint64_t above, const Weigh& weigh, float* value) {
+  const int32_t mine = static_cast<int32_t>(threadIdx.x);
+  uint64_t* weights = memory->histogram;
+  const bool has_one = mine < source.count;
+  const float x = has_one ? source.values[mine] : 0.0f;
+  if (has_one) weights[mine] = weigh(x);
+  if (mine == 0) memory->bin = -1;
+  __syncthreads();
+  if (has_one) {
+    uint64_t reached = above;
+#pragma unroll 4
+    for (int32_t i = 0; i < source.count; ++i) {
+      const float other = source.values[i];
+      const uint64_t weight = weights[i];
+      above += other > x ? weight : 0;
+      reached += other >= x ? weight : 0;
+    }
+    // Of equal values any will do.
+    if (above < bound && reached >= bound) atomicMax(&memory->bin, mine);
+  }
+  __syncthreads();
+  const int32_t found = memory->bin;
+  if (found >= 0) *value = source.values[found] + 0.0f;  // -0 as 0, as keys have it
+  __syncthreads();
+  return found >= 0;
+}
+
+template <typename Source, typename Weigh>
+__device__ __forceinline__ bool select_value(CutoffMemory* memory, const Source& source,
+                                             uint64_t bound, uint64_t above, const Weigh& weigh,
+                                             float* value) {
+  if constexpr (std::is_same<Source, CandidateSource>::value) {
+    if (source.count <= kThreads) {
+      return select_among_few(memory, source, bound, above, weigh, value);
+    }
+  }
+  return select_by_radix(memory, source, bound, above, weigh, value);
 }
 
 // Masses of a law's entries in 2^-40 fixed point: 0 below its cutoff.

@@ -54,6 +54,9 @@ __device__ __attribute__((noinline)) void sum_parts(const DrawTask& __restrict__
                                                     PartDraw<kElements>* __restrict__ draw) {
   constexpr bool kAhead = kHasRegisters<kElements>;
   const bool has_draft = residual && task.draft.data != nullptr;
+  constexpr int32_t kLines = 2;  // a thread, of each row, into L2: 8 tiles of 16-bit entries
+  prefetch_tiles(task.target, share, threadIdx.x, kThreads, kLines);
+  if (has_draft) prefetch_tiles(task.draft, share, threadIdx.x, kThreads, kLines);
   RawTiles raw;
   const auto load = [&](int64_t tile) {
     if (tile >= share.last) return;

@@ -98,13 +98,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
                       race_of(rows.p.randomness, b, rows.p.draft_index)};
   }
   __syncthreads();
-  bool writes = split == 0;
-  int64_t winner = task.token;
-  if (needs_draw(task)) {
-    writes = run_race(race_memory[0], found + b * splits, s.counters + b, split, splits, &winner);
+  if (!needs_draw(task)) {
+    if (split == 0 && threadIdx.x == 0) write_token(rows.p, b, task);
+    return;
   }
-  if (!writes || threadIdx.x != 0) return;
-  task.token = winner;
+  int64_t winner = -1;
+  const bool last =
+      run_race(race_memory[0], found + b * splits, s.counters + b, split, splits, &winner);
+  if (!last || threadIdx.x != 0) return;
+  task.token = winner;  // the block's threads have met in the race: nobody else reads it now
   write_token(rows.p, b, task);
 }
 

@@ -89,10 +89,10 @@ class Member {
   __device__ double* masses(int64_t sum) const { return masses_ + sum * tiles_; }
   __device__ int32_t pieces() const { return pieces_; }
 
-  // No more pieces than the team has blocks, if it has as many as there are sums.
+  // A piece for each block of the team, or two, whichever is predicted to end sooner.
   __device__ void open_round(int32_t sums) {
-    const int32_t each = members_ / sums;
-    pieces_ = each < 1 ? 1 : each < tiles_ ? each : tiles_;
+    const int32_t once = pieces_for(sums, 1), twice = pieces_for(sums, 2);
+    pieces_ = time_of(sums, twice) < time_of(sums, once) ? twice : once;
     first_ = end_;
     end_ += static_cast<uint32_t>(sums * pieces_);
   }
@@ -138,6 +138,19 @@ class Member {
   }
 
  private:
+  // Pieces of each of so many sums, for `turns` turns of every block.
+  __device__ int32_t pieces_for(int32_t sums, int32_t turns) const {
+    const int32_t each = turns * members_ / sums;
+    return each < 1 ? 1 : each < tiles_ ? each : tiles_;
+  }
+
+  // Until all pieces are done, in the time that a tile takes.
+  __device__ int32_t time_of(int32_t sums, int32_t pieces) const {
+    constexpr int32_t kBeside = 3;  // what a piece takes beside its tiles
+    const int32_t turns = (sums * pieces + members_ - 1) / members_;
+    return turns * ((tiles_ + pieces - 1) / pieces + kBeside);
+  }
+
   __device__ void wait_for_pieces() const {
     constexpr unsigned kPause = 20;  // nanoseconds
     // The counter runs on: whoever is late finds it past the end.

@@ -117,8 +117,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 // ---- the extra token ---
 
+// With fewer registers a spilled one is read between the loads of two rows, and waits for the
+// first.
 template <Elements kElements>
-__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
+__global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     draw_extra(const VerifyParams p, const Scratch s, int64_t splits) {
   begin_kernel();
   __shared__ SharedArray<Request, 1> request;
@@ -240,8 +242,8 @@ const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value
 // blocks as it takes to fill the chip.
 void launch_split(const Gpu& gpu, const char* name,
                   void (*kernel)(const VerifyParams, const Scratch, int64_t), int64_t units,
-                  const VerifyParams& p, const Scratch& s) {
-  const int64_t splits = splits_for(gpu, units, s.tiles);
+                  const VerifyParams& p, const Scratch& s, int64_t held = kBlocksAt64Registers) {
+  const int64_t splits = splits_for(gpu, units, s.tiles, held);
   launch(gpu, name, kernel, units * splits, p, s, splits);
 }
 
@@ -275,7 +277,10 @@ void run(const VerifyParams& given, const Gpu& gpu) {
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, p, s);
   const auto& deciding = decides_alone(p, s) ? kDecideAlone : kDecide;
   launch(gpu, "decide", deciding[elements_of_laws(p)], deciding_blocks(gpu, p, s), p, s);
-  if (!s.races) launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, p, s);
+  if (!s.races) {
+    launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, p, s,
+                 kBlocksAt128Registers);
+  }
   if (p.raw_logprobs) {
     launch_split(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>, nodes, p, s);
     launch(gpu, "write_raw_logprobs", write_raw_logprobs, (nodes + kWarps - 1) / kWarps, p, s);

@@ -6,6 +6,7 @@ laws found by sorting: two texts of the same mathematics that must agree to 1e-9
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import pytest
@@ -16,6 +17,8 @@ from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.testing import (
     VerifyCase,
     assert_tokens_match,
+    assert_trees_match,
+    chain_as_tree,
     draw_interval,
     explain_outcome,
     filtered_law,
@@ -187,6 +190,70 @@ def test_a_tie_is_excused():
     assert assert_tokens_match(above, below, case) == 1
     with pytest.raises(AssertionError, match="rejected at u"):
         assert_tokens_match(above, below, case, tolerance=1e-7)
+
+
+def expected_draft(first, others=0.999):
+    """Give a request for the block rule: three deterministic tokens of these probabilities."""
+    logits = torch.tensor([0.0, 0.5, 1.0, -0.5]).repeat(4, 1)
+    for row, share in zip(logits[:3], (first, others, others), strict=True):
+        row[3] = row[:3].logsumexp(0) + math.log(share / (1 - share))
+    return VerifyCase(
+        dict(
+            target_logits=logits[None],
+            draft_tokens=torch.tensor([[3, 3, 3]]),
+            uniforms=f64([[0.9, 0.9, 0.5, 0.2]]),
+            rule="block",
+        )
+    )
+
+
+def test_a_threshold_of_small_differences_is_no_tie():
+    # One p off by 5e-7: what it leaves of 1 is off by 5e-4 of itself, and the thresholds by 1e-4.
+    case, nearly = expected_draft(0.999), expected_draft(0.999 - 5e-7)
+    good, off = REFERENCE.run(case), REFERENCE.run(nearly)
+    gap = (off.accept_probs - good.accept_probs).abs().max()
+    assert 5e-5 < float(gap) < 5e-4 and torch.equal(off.tokens, good.tokens)
+    assert assert_tokens_match(off, good, case) == 0
+    trees = [chain_as_tree(each) for each in (nearly, case)]
+    assert assert_trees_match(*map(REFERENCE.run_tree, trees), trees[1]) == 0
+    # More than rounding does is refused, and so is the same gap where nothing is small.
+    with pytest.raises(AssertionError, match="accept_probs"):
+        assert_tokens_match(REFERENCE.run(expected_draft(0.999 - 5e-5)), good, case)
+    usual = expected_draft(0.7, 0.7)
+    good = REFERENCE.run(usual)
+    with pytest.raises(AssertionError, match="accept_probs"):
+        assert_tokens_match(good._replace(accept_probs=good.accept_probs + 1e-4), good, usual)
+
+
+def test_a_coin_at_such_a_threshold_is_a_tie():
+    case = expected_draft(0.999)
+    h = REFERENCE.run(case).accept_probs.double()
+    for shift, accepted in ((-1e-5, 1), (1e-5, 0)):
+        uniforms = torch.cat([h[:, :1] + shift, f64([[0.999, 0.999, 0.2]])], 1)
+        tied = case.replace(uniforms=uniforms)
+        good = REFERENCE.run(tied)
+        other = REFERENCE.run(case.replace(uniforms=uniforms - f64([[2 * shift, 0, 0, 0]])))
+        assert good.num_accepted.tolist() == [accepted]
+        assert other.num_accepted.tolist() == [1 - accepted]
+        assert assert_tokens_match(other, good, tied) == 1
+
+
+def test_a_filter_at_a_tie_is_counted_though_the_tokens_are_the_same():
+    # 0.5 of the mass, or a hair less, lies above the second token.
+    case = VerifyCase(
+        dict(
+            target_logits=torch.tensor([[[0.5, 0.3, 0.2], [0.9, 0.05, 0.05]]]).log(),
+            draft_tokens=torch.tensor([[0]]),
+            uniforms=f64([[0.1, 0.2]]),
+            rule="block",
+            top_p=torch.tensor([0.5 - 2e-6]),
+        )
+    )
+    alone = REFERENCE.run(case)
+    both = REFERENCE.run(case.replace(top_p=torch.tensor([0.5 + 2e-6])))
+    assert torch.equal(alone.tokens, both.tokens)
+    assert alone.accept_probs.tolist() == [[1.0]] and both.accept_probs.tolist() != [[1.0]]
+    assert assert_tokens_match(both, alone, case) == 1
 
 
 # ---- the other operators ------------------------------------------------------------------------

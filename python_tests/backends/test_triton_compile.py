@@ -60,6 +60,37 @@ def clone_all(value):
 
 if clone is not None:
     code_generator._clone_triton_value = clone_all
+
+# A loop carries the names whose values have changed when its body was tried out. A name that its
+# body sets to another's value has not, where both had one value before (Triton 3.6 to 3.9): it is
+# then what it was before the loop, in every round and afterwards. So what a loop does not carry
+# must have its value when the body ends.
+generator, region, loops = code_generator.CodeGenerator, code_generator.enter_sub_region, {}
+find_carries, leave, looked_at = generator._find_carries, region.__exit__, set()
+
+
+def find_and_note(self, node, liveins, ignore=frozenset()):
+    found = find_carries(self, node, liveins, ignore)
+    loops[id(liveins)] = {*found[0], *ignore}
+    return found
+
+
+def handles_of(value):
+    return code_generator.flatten_values_to_ir([value])
+
+
+def check_and_leave(self, error=None, *rest):
+    carried = loops.pop(id(self.liveins), None)
+    if carried is not None and error is None:
+        looked_at.add(self.generator.function_name)
+        for name, before in self.liveins.items():
+            if name not in carried and code_generator._is_triton_value(before):
+                after = self.generator.lscope[name]
+                assert handles_of(after) == handles_of(before), f"{name}: the loop carries it not"
+    return leave(self, error, *rest)
+
+
+generator._find_carries, region.__exit__ = find_and_note, check_and_leave
 driver.set_active(Driver())
 backend.is_interpreted = lambda: True  # lets CPU tensors pass
 attention = import_module("specdec_ext.triton.tree_attention")
@@ -237,6 +268,7 @@ for module in pkgutil.iter_modules(backend.__path__):
             kernels.add(value.__name__)
 left = kernels - set(compiled) if "every kernel" in extents else set()
 assert not left and set(compiled) <= kernels, (left, compiled)
+assert looked_at, "no loop was looked at"
 print(len(kernels), "kernels,", sum(map(len, compiled.values())), "variants")
 """
 

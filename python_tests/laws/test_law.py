@@ -6,6 +6,8 @@ sampled. The bound is the backend's: 1e-9 for float64, 1e-6 where exp and sums a
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from conftest import REFERENCE
@@ -98,6 +100,25 @@ def test_temperature_zero_is_greedy_decoding(backend, rule):
 @pytest.mark.parametrize("kinds", [(0, 0), (0, 1), (1, 0)])
 def test_deterministic_columns(backend, rule, kinds):
     check(backend, law_of(backend, rule, seed=7, kinds=kinds))
+
+
+@pytest.mark.parametrize("share", [0.7, 0.999, 0.99999])
+def test_block_keeps_the_law_where_nearly_everything_is_accepted(backend, share):
+    # The thresholds are ratios of what p near 1 leaves: an error of p in the seventh place is one
+    # in the fourth of theirs. What they say together is p, to the seventh place again.
+    batch, gamma, vocab = 8, 5, 3000
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(batch, gamma + 1, vocab, generator=generator) * 3
+    tokens = torch.randint(vocab, (batch, gamma), generator=generator)
+    index = tokens[..., None]
+    others = logits[:, :-1].scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)
+    logits[:, :-1].scatter_(-1, index, others + math.log(share / (1 - share)))
+    uniforms = torch.full((batch, gamma + 1), 0.5, dtype=torch.float64)
+    found = backend.verify(logits, tokens, uniforms=uniforms, rule="block")
+    p = filtered_law(logits[:, :-1]).gather(-1, index)[..., 0]
+    # At least i are accepted unless the coins from i on all fail.
+    reach = 1 - (1 - found.accept_probs.double()).flip(-1).cumprod(-1).flip(-1)
+    assert float((reach - p.cumprod(-1)).abs().max()) < 2e-6  # accept_probs is float32
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)

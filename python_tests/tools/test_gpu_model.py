@@ -614,7 +614,8 @@ def test_a_launch_takes_what_its_tightest_bound_takes():
     crowded = Prediction(launched("scan", [2000, 1000, 1000], 132 * 40, resident=40), H200)
     assert crowded.bound == "issue"
     assert crowded.issue_cycles == pytest.approx(40 * 1000 / (4 * H200.issue))
-    bytes_of = {"cold_bytes": 43e6, "read_bytes": 43e6}
+    of_ten_microseconds = H200.read_gigabytes * 1e4
+    bytes_of = dict.fromkeys(("cold_bytes", "read_bytes"), of_ten_microseconds)
     reading = Prediction(launched("scan", [2000], 1, **bytes_of), H200)
     assert reading.bound == "memory" and reading.microseconds == pytest.approx(10)
     waiting = Prediction(launched("decide", [500, 900], 1000, together=True), H200)

@@ -672,6 +672,15 @@ def test_ours_is_checked(drafter):
         bench_gpu.check_ours(without_filters, case, 2)
 
 
+@pytest.mark.parametrize("rule", bench_gpu.RULES)
+@pytest.mark.parametrize("filters", bench_gpu.SAMPLING)
+@pytest.mark.parametrize("drafter", bench_gpu.DRAFTERS)
+def test_ours_is_checked_where_everything_is_accepted(drafter, filters, rule):
+    cell = Cell(drafter, filters, 32, 5, 4000, "full")
+    case = bench_gpu.case_of(cell, bench_gpu.make_inputs(cell, generator(), CPU), rule)
+    assert "0 ties" in bench_gpu.check_ours(torch.ops.specdec.verify, case, 2)
+
+
 @pytest.mark.parametrize("contestant", bench_gpu.named("cpu")[2:])
 def test_rules_and_features_on_demand(tmp_path, contestant):
     cell = Cell("dense", "temperature", 6, 2, 700)
@@ -679,6 +688,8 @@ def test_rules_and_features_on_demand(tmp_path, contestant):
     assert contestant not in bench_gpu.contestants(cell, options_of(tmp_path))
     options = options_of(tmp_path, "--contestants", contestant)
     assert bench_gpu.contestants(cell, options) == [contestant]
+    less = options_of(tmp_path, "--contestants", contestant, "eager", "--without", contestant)
+    assert bench_gpu.contestants(cell, less) == ["eager"]
     _, rule, feature = bench_gpu.backend_of(contestant)
     inputs = bench_gpu.make_inputs(cell, generator(), CPU)
     case = bench_gpu.case_of(cell, inputs, rule, feature)
@@ -960,6 +971,21 @@ def test_a_failing_step_does_not_stop_the_others(tmp_path, monkeypatch):
     }
     assert "no space left" in steps["info"]["note"]
     assert "no space left" in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("status", ["ok", "timeout"])
+def test_the_bench_waits_for_no_compiler_again(tmp_path, monkeypatch, status):
+    commands = []
+
+    def run(report, name, command, limit):
+        commands.append(command)
+        return gpu_report.Step(name, status="ok", code=0), ""
+
+    monkeypatch.setattr(gpu_report, "run", run)
+    report = gpu_report.Report(gpu_report.parse(["--device", "cpu", "--out", str(tmp_path)]))
+    report.steps["peers"] = gpu_report.Step("peers", status=status)
+    gpu_report.bench(report, 100.0)
+    assert (commands[0][-2:] == ["--without", "flashinfer"]) == (status == "timeout")
 
 
 @pytest.fixture

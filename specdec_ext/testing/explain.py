@@ -57,6 +57,7 @@ class _Checker:
 
     request: Request
     claim: _Claim
+    exact: bool = False  # no candidates but the exact laws
     reason: str = ""  # the first contradiction found
 
     def admits(self) -> bool:
@@ -98,6 +99,8 @@ class _Checker:
         """Candidate laws of a node: the target's, and the draft's where a column is left."""
         request, i = self.request, state.node
         drafts: list[Tensor | None] = request.draft[i] if i < len(request.tokens) else [None]
+        if self.exact:
+            return iter([(request.target[i][0], drafts[0])])
         return itertools.product(request.target[i], drafts)
 
     def visit(self, state: _State, law: Law | None, q: Tensor | None) -> _State | None:
@@ -374,14 +377,21 @@ def explain_outcome(
     >>> explain_outcome(wrong, case, 0)
     'extra token 1 is the rejected one'
     """
+    return _explain(result, case, request, tolerance)[0]
+
+
+def _explain(
+    result: VerifyOutcome, case: VerifyCase, request: int, tolerance: float
+) -> tuple[str, bool]:
+    """Give what `explain_outcome` says, and whether the exact laws do: no filter is at a tie."""
     n = int(result.num_accepted[request])
     tokens = result.tokens[request].tolist()
     checked = Request(case, request, tolerance, tokens)
     if not 0 <= n <= len(checked.tokens):
-        return f"{n} accepted of a draft of {len(checked.tokens)}"
+        return f"{n} accepted of a draft of {len(checked.tokens)}", False
     expected = checked.tokens[:n] + tokens[n : n + 1] + [-1] * (case.gamma - n)
     if tokens != expected:
-        return f"tokens {tokens} are not {n} draft tokens, one more and -1"
+        return f"tokens {tokens} are not {n} draft tokens, one more and -1", False
     claim = _Claim(
         n,
         tokens[n],
@@ -389,8 +399,10 @@ def explain_outcome(
         result.accept_probs[request].tolist(),
         int(result.status[request]),
     )
+    if _Checker(checked, claim, exact=True).admits():
+        return "", True
     checker = _Checker(checked, claim)
-    return "" if checker.admits() else checker.reason
+    return "" if checker.admits() else checker.reason, False
 
 
 def _same(a: Tensor, b: Tensor, atol: float, rtol: float) -> Tensor:
@@ -419,12 +431,20 @@ def assert_tokens_match(
     Returns
     -------
     int
-        How many requests differed and were excused. Tests should bound it: ties are rare.
+        How many requests were excused by a tie. Tests should bound it: ties are rare.
 
     Raises
     ------
     AssertionError
         A request differs, and its outcome is not admissible in float64.
+
+    Notes
+    -----
+    The block rule's thresholds ``h = R / D``, ``D = R + (1 - w)``, are ill-conditioned where nearly
+    everything is accepted: R and 1 - w are what a p near 1 leaves, and an error e of p is one of
+    e / D in h. The law of what is emitted does not feel it: the thresholds of a rounded p give that
+    of the rounded p. So a request whose ``accept_probs`` alone differ, by no more than this, is not
+    a tie, and is not counted.
 
     Examples
     --------
@@ -447,18 +467,18 @@ def assert_tokens_match(
                 f"{case.name}: {name} is {list(got.shape)} {got.dtype}, "
                 f"not {list(wanted.shape)} {wanted.dtype}"
             )
-    same = (result.tokens == expected.tokens).all(1)
-    same &= (result.num_accepted == expected.num_accepted) & (result.status == expected.status)
-    same &= _same(result.logprobs, expected.logprobs, 2 * tolerance, 1e-6)
+    agreed = (result.tokens == expected.tokens).all(1)
+    agreed &= (result.num_accepted == expected.num_accepted) & (result.status == expected.status)
+    same = agreed & _same(result.logprobs, expected.logprobs, 2 * tolerance, 1e-6)
     same &= _same(result.accept_probs, expected.accept_probs, tolerance, 1e-6)
     excused = 0
     for b in (~same).nonzero().flatten().tolist():
-        reason = explain_outcome(result, case, b, tolerance)
+        reason, exact = _explain(result, case, b, tolerance)
         if reason:
             rows = "\n".join(
                 f"  {name}: {got[b].tolist()} against {wanted[b].tolist()}"
                 for name, got, wanted in zip(VerifyOutcome._fields, result, expected, strict=True)
             )
             raise AssertionError(f"{case.name or 'case'}, request {b}: {reason}\n{rows}")
-        excused += 1
+        excused += not (exact and bool(agreed[b]))
     return excused

@@ -4,12 +4,15 @@ Arguments travel in named tuples. A tensor that the caller did not give is None 
 knows at compile time: kernels are compiled for what is present, while sizes and strides stay run
 time values (Triton tells apart only 1, multiples of 16 and the rest).
 
-Triton 3.6 asks for three more habits. It compares no tuple with None that holds None: where a tuple
+Triton 3.6 asks for four more habits. It compares no tuple with None that holds None: where a tuple
 is not given, all its fields are None, and its first tensor is asked. It returns no None from a
 device function: `absent()` stands for it there, which its type tells from a pointer. And a tuple
 that holds others ends with a field that is always None, `end`: the type of a tuple is worked out
 when one of its own constants is set, in the order of its fields. Without a last one it would be the
 type of before the constants in its tuples were set: None within branches and loops.
+Last, no loop sets a name to a mere copy of another, `a = b`, where both had one value before it:
+the loop would not carry a, which then stays what it was, without a word (so does 3.9). The
+interpreter does not show it; test_triton_compile.py looks for it.
 
 Two habits of the kernels have their reason in the interpreter, which runs the same text in numpy: a
 scalar condition meets a vector through `tl.where`, never through `&`, and loop variables, which it

@@ -294,7 +294,7 @@ def find_winner(trees, flow, b, v, acceptance, nodes):
     coin = tl.where(is_greedy_at(trees.target, b), 0.0, coin)
     wins = (v > 0) & (v < nodes) & (coin < acceptance)
     acceptance = mark_ancestors(trees, flow, b, v, acceptance, wins, nodes)
-    tl.debug_barrier()
+    tl.debug_barrier()  # any thread may have marked what another loads
     leads = tl.load(flow.leads + b * nodes + v, mask=v < nodes, other=0) != 0
     parent = parent_at(trees, b, v, (v > 0) & (v < nodes))
     # The first child with a success below it comes first; one without any is the success itself.
@@ -354,16 +354,19 @@ def visit_trees(
     one = tl.full([], 1.0, tl.float64)
     winner = tl.full([], 0, tl.int32)
     failed = winner < 0
+    # Before the barriers below, and so before write_verdict's store to it.
+    status = tl.load(outputs.status + b)
     if STEPWISE:
-        following = winner
-        while following >= 0:
-            winner = following
-            following, _, unusable = visit_node(
+        goes_on = winner == 0
+        while goes_on:
+            child, _, unusable = visit_node(
                 trees, children, flow, target, draft, laws, b, winner, one, nodes, tiles,
                 STEPWISE, READS_DRAFT, RACED, TILE,
             )  # fmt: skip
             failed = failed | unusable
-        tl.debug_barrier()
+            goes_on = child >= 0
+            winner = tl.where(goes_on, child, winner)  # no mere copy: see laws.py
+        tl.debug_barrier()  # one thread has stored what others load
         acceptance = tl.load(flow.inflow + b * nodes + v, mask=inside, other=UNREACHABLE)
     else:
         for node in range(0, nodes):
@@ -375,9 +378,8 @@ def visit_trees(
                 )  # fmt: skip
                 tl.store(flow.acceptance + b * nodes + node, h)
                 failed = failed | unusable
-        tl.debug_barrier()
+        tl.debug_barrier()  # as above
         acceptance = tl.load(flow.acceptance + b * nodes + v, mask=inside, other=UNREACHABLE)
         winner, acceptance = find_winner(trees, flow, b, v, acceptance, nodes)
-    status = tl.load(outputs.status + b)
     status = tl.where(failed, status | NO_DRAFT_LAW, status)
     write_verdict(trees, flow, laws, outputs, b, v, winner, acceptance, status, nodes)

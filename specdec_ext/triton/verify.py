@@ -134,6 +134,8 @@ def draw_task(target, draft, laws, task, law, masses, sums, b, tiles, TILE: tl.c
     if (mass > 0.0) & (total == 0):
         # All weights were rounded to 0: the target's law after all.
         mass = tl.full([], 0.0, tl.float64)
+        # One thread overwrites what all have summed, and will load again.
+        tl.debug_barrier()
         sum_law(source, law, sums, tiles, 0, 1, TILE)
         tl.debug_barrier()
     if mass > 0.0:

@@ -1,4 +1,4 @@
-"""A model of an sm_90 GPU, for kernels that no GPU has run yet: everything it says is predicted.
+"""A model of an sm_90 GPU, for machines that have none: everything it says is predicted.
 
 ``machine``
     The latencies, and what a GPU has: every constant, each with its source.
@@ -19,6 +19,9 @@
 ``prediction``
     Microseconds from cycles, blocks, machine instructions and bytes.
 
-Left out: queues of the memory system, misses of the instruction cache, bank conflicts, and what
-blocks of one multiprocessor take from each other beyond issue slots and memory bandwidth.
+Left out: queues of the memory system, misses of the instruction and constant caches, spilled
+registers that come back behind loads under way, bank conflicts, and what blocks of one
+multiprocessor take from each other beyond issue slots and memory bandwidth. On an H200 calls took
+1.3 to 2.1 times as long as was predicted with the review's latencies, for these reasons
+(benchmarks/results/gpu-nvidia-h200-2026-11-26.md).
 """
