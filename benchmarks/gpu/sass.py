@@ -239,7 +239,7 @@ def kernels_by_symbol(library: Path, arch: int) -> dict[str, Kernel]:
 
     usage = dict(_usages(dump("-res-usage")))
     return {
-        symbol: Kernel(_readable(symbol), *usage[symbol], code)
+        symbol: Kernel(readable(symbol), *usage[symbol], code)
         for symbol, code in _codes(dump("-sass"))
     }
 
@@ -267,7 +267,7 @@ def _codes(text: str) -> Iterator[tuple[str, tuple[Instruction, ...]]]:
         yield symbol, tuple(code)
 
 
-def _readable(symbol: str) -> str:
+def readable(symbol: str) -> str:
     """Give a kernel's own name and its template arguments that are numbers.
 
     Those that are compiled once more, for lists of draft tokens, say so behind it.
