@@ -7,9 +7,9 @@ with libraries that were built with ``CUDAFLAGS=-lineinfo``::
         python benchmarks/gpu/hotspots.py calls
     ncu -i prof.ncu-rep --page source --csv --print-source sass | gzip > samples.csv.gz
 
-Anywhere, with the objects of that build::
+Anywhere, with the library of that build, or some of its objects::
 
-    python benchmarks/gpu/hotspots.py lines samples.csv.gz $(find build -name 'verify*.cu.o')
+    python benchmarks/gpu/hotspots.py lines samples.csv.gz specdec_ext/_C_cuda.so
 
 Each kernel then has a table of the lines at which most samples were taken, functions that were
 inlined by their own lines, with the reasons in Nsight Compute's words (long_sb: memory; short_sb:
