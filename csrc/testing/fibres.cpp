@@ -5,6 +5,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -13,6 +14,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "stand_in.h"
@@ -91,11 +93,13 @@ constexpr uint32_t kSeldom = 4;
 // After so many naps in a launch nobody will come.
 constexpr int64_t kMostNaps = 100000;
 
-// All shared variables of this library: its thread-local storage and nothing else.
-struct SharedMemory {
+struct Memory {
   void* begin = nullptr;
   size_t bytes = 0;
 };
+
+// Bytes in memory that holds nothing useful.
+constexpr unsigned char kPoison[] = {0xFF, 0x7F, 0xCD, 0x01};
 
 struct Block {
   std::vector<std::unique_ptr<Fibre>> fibres;
@@ -108,6 +112,7 @@ struct Block {
   int at_block = 0;
   int returned = 0;
   bool under_way = false;
+  bool waited = false;  // one of its threads, for the launch before
 };
 
 struct Machine {
@@ -116,7 +121,10 @@ struct Machine {
   Block* block = nullptr;      // the one that runs
   std::vector<void*> brought;  // to the meeting that is about to be held
   Place caller;
-  SharedMemory shared;
+  Memory shared;  // all shared variables of this library: its thread-local storage, nothing else
+  std::map<std::thread::id, Memory> workspaces;  // of host threads
+  Memory workspace;                              // of this launch's
+  std::vector<unsigned char> hidden;             // what is in it while it is hidden
   int threads = 0;
   int64_t left = 0;  // blocks that have not begun
   int64_t naps = 0;
@@ -292,15 +300,15 @@ int find_shared_memory(dl_phdr_info* library, size_t, void* result) {
     const auto anchor = reinterpret_cast<uintptr_t>(&shared_anchor);
     const size_t bytes = library->dlpi_phdr[i].p_memsz;
     if (anchor < begin || anchor >= begin + bytes) continue;
-    *static_cast<SharedMemory*>(result) = {library->dlpi_tls_data, bytes};
+    *static_cast<Memory*>(result) = {library->dlpi_tls_data, bytes};
     return 1;
   }
   return 0;
 }
 
-SharedMemory shared_memory() {
+Memory shared_memory() {
   shared_anchor = 0;  // the storage exists from the first access on
-  SharedMemory found;
+  Memory found;
   dl_iterate_phdr(find_shared_memory, &found);
   if (found.begin == nullptr) throw std::runtime_error("the library's shared memory is not found");
   return found;
@@ -318,14 +326,26 @@ void begin(Machine* m, Block* block, int64_t index) {
     release(block, i);
   }
   block->under_way = true;
+  block->waited = false;
   tell(*m, Moment::kBlockBegins, index);
+}
+
+void hide_workspace(Machine* m) {
+  const auto* memory = static_cast<const unsigned char*>(m->workspace.begin);
+  m->hidden.assign(memory, memory + m->workspace.bytes);
+  memset(m->workspace.begin, kPoison[random_below(m, sizeof kPoison)], m->workspace.bytes);
+}
+
+void show_workspace(Machine* m) {
+  if (m->hidden.empty()) return;
+  memcpy(m->workspace.begin, m->hidden.data(), m->hidden.size());
+  m->hidden.clear();
 }
 
 // Runs a block until it ends or lets others go on. At its beginning shared memory holds nothing
 // useful.
 void run_block(Machine* m, Block* block) {
-  const SharedMemory& shared = m->shared;
-  static constexpr unsigned char kPoison[] = {0xFF, 0x7F, 0xCD, 0x01};
+  const Memory& shared = m->shared;
   if (block->shared.empty()) {
     memset(shared.begin, kPoison[random_below(m, sizeof kPoison)], shared.bytes);
   } else {
@@ -339,7 +359,10 @@ void run_block(Machine* m, Block* block) {
   block->runnable[pick] = block->runnable.back();
   block->runnable.pop_back();
   threadIdx.x = static_cast<unsigned>(block->current);
+  const bool waits = m->launch->chained && !block->waited && m->workspace.bytes > 0;
+  if (waits) hide_workspace(m);
   change(&m->caller, &block->fibres[block->current]->place);
+  show_workspace(m);
   if (!m->error.empty()) return;
   if (m->suspended) {
     const auto* memory = static_cast<const unsigned char*>(shared.begin);
@@ -453,6 +476,8 @@ void run_grid(const Launch& launch, void (*thread)(const void*), const void* con
   const int64_t blocks = launch.blocks;
   ++m.launches;
   m.launch = &launch;
+  const auto known = m.workspaces.find(std::this_thread::get_id());
+  m.workspace = known != m.workspaces.end() ? known->second : Memory{};
   m.thread = thread;
   m.context = context;
   prepare(&m, blocks, static_cast<int>(launch.threads));
@@ -506,6 +531,18 @@ void note_wait() {
   Fibre& fibre = *m.block->fibres[static_cast<size_t>(m.block->current)];
   if (!fibre.waited) ++m.waits;
   fibre.waited = true;
+  m.block->waited = true;
+  show_workspace(&m);
+}
+
+void set_workspace(void* begin, int64_t bytes) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  const Memory workspace{begin, static_cast<size_t>(bytes)};
+  if (begin != nullptr) {
+    the_machine.workspaces[std::this_thread::get_id()] = workspace;
+  } else {
+    the_machine.workspaces.erase(std::this_thread::get_id());
+  }
 }
 
 void unload() {

@@ -89,6 +89,11 @@ void unload();
 // The thread waits for the launch before.
 void note_wait();
 
+// The memory that the launches of this host thread's call write for each other, from here on; null
+// for none. Until some thread of a block has waited for the launch before it holds nothing useful,
+// and what such a block writes there is lost: on a device that launch may still be under way.
+void set_workspace(void* begin, int64_t bytes);
+
 // ---- watching launches --------------------------------------------------------------------------
 
 // When an observer is called. Between, it may read all memory that kernels read.

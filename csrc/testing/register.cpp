@@ -57,14 +57,18 @@ struct Scratch {
   std::vector<Block> blocks;
 
   static void* allocate(void* scratch, int64_t bytes) {
-    ++asked.allocations;
-    asked.bytes += bytes;
     auto& blocks = static_cast<Scratch*>(scratch)->blocks;
     blocks.emplace_back(bytes);
-    asked.last = blocks.back().memory.get();
+    void* memory = blocks.back().memory.get();
+    fibres::set_workspace(memory, bytes);
+    ++asked.allocations;
+    asked.bytes += bytes;
+    asked.last = memory;
     asked.bytes_of_last = bytes;
-    return asked.last;
+    return memory;
   }
+
+  ~Scratch() { fibres::set_workspace(nullptr, 0); }
 };
 
 template <auto Kernel, typename Call>

@@ -214,6 +214,20 @@ __global__ void wait_in_share(int percent) {
   wait_for_launch_before();
 }
 
+// Each block takes the number that a launch before has left, before its threads wait or after that,
+// and leaves one of its own that early.
+__global__ void read_what_was_left(int* left, int* taken, bool waits_first) {
+  if (waits_first) wait_for_launch_before();
+  const int found = *left;
+  __syncthreads();
+  if (threadIdx.x == 0) taken[blockIdx.x] = found;
+  if (threadIdx.x == 0 && !waits_first) *left = -1;
+  __syncthreads();
+  wait_for_launch_before();
+}
+
+__global__ void leave_a_number(int* left) { *left = 5; }
+
 // Calls run(); what it throws is the message.
 template <typename Run>
 void say_error(char* message, int64_t size, const Run& run) {
@@ -295,6 +309,15 @@ SPECDEC_TEST void test_chain(int share, char* message, int64_t size) {
     launch(gpu, "first", wait_in_share, 2, 0);  // it has nobody to wait for
     launch(gpu, "second", wait_in_share, 2, share);
   });
+}
+
+// Two launches, of which the second one's two blocks read what the first one has written.
+SPECDEC_TEST void test_early(int waits_first, int* left, int* taken) {
+  const Gpu gpu{{8, true}, nullptr, nullptr, nullptr};
+  fibres::set_workspace(left, sizeof *left);
+  launch(gpu, "first", leave_a_number, 1, left);
+  launch(gpu, "second", read_what_was_left, 2, left, taken, waits_first != 0);
+  fibres::set_workspace(nullptr, 0);
 }
 
 // What the launch of a kernel says where others were loaded, and it was not.

@@ -251,6 +251,16 @@ def test_all_threads_of_a_chained_launch_wait_for_the_one_before(threads, percen
 
 
 @pytest.mark.parametrize("threads", fibres.THREADS)
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_what_launches_leave_is_there_for_those_who_wait(threads, waits_first):
+    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    left, taken = ctypes.c_int(0), (ctypes.c_int * 2)()
+    library.test_early(int(waits_first), ctypes.byref(left), taken)
+    assert left.value == 5  # what is written too early is lost
+    assert [value == 5 for value in taken] == [waits_first] * 2
+
+
+@pytest.mark.parametrize("threads", fibres.THREADS)
 def test_kernels_are_loaded_before_they_are_launched(threads):
     library = fibres.library(f"_fibres_self_test_{threads}.so")
     said = ctypes.create_string_buffer(1000)
