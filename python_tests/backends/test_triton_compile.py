@@ -86,7 +86,7 @@ def check_and_leave(self, error=None, *rest):
         for name, before in self.liveins.items():
             if name not in carried and code_generator._is_triton_value(before):
                 after = self.generator.lscope[name]
-                assert handles_of(after) == handles_of(before), f"{name}: the loop carries it not"
+                assert handles_of(after) == handles_of(before), f"a loop does not carry {name}"
     return leave(self, error, *rest)
 
 
