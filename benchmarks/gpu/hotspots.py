@@ -1,7 +1,7 @@
 """Where the warps of the CUDA kernels wait on a GPU, by line of the sources.
 
 Nsight Compute samples which instruction the warps stand at, and why. On the machine with the GPU,
-with libraries that were built with ``CUDAFLAGS=-lineinfo``::
+with libraries whose first build had ``CUDAFLAGS=-lineinfo`` in its environment::
 
     ncu --profile-from-start off --clock-control none --section SourceCounters -f -o prof \\
         python benchmarks/gpu/hotspots.py calls
@@ -14,8 +14,8 @@ Anywhere, with the library of that build, or some of its objects::
 Each kernel then has a table of the lines at which most samples were taken, functions that were
 inlined by their own lines, with the reasons in Nsight Compute's words (long_sb: memory; short_sb:
 shared memory, shuffles, special functions; wait: a latency that the compiler knows; no_inst: the
-instruction cache; imc: constants). Seven calls write 90 MB of samples, and take Nsight Compute two
-minutes: choose with ``--only``.
+instruction cache; imc: constants). The seven calls are 23 launches, for which Nsight Compute needs
+a minute or two: choose with ``--only``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ def number(row: dict[str, str], column: str) -> float:
 
 def read_samples(lines: Iterable[str]) -> Iterator[Sampled]:
     """Read what Nsight Compute writes: for each launch its name, a header, the instructions."""
-    csv.field_size_limit(1 << 30)
     launch, header = None, None
     for row in csv.reader(lines):
         if row[:1] == ["Kernel Name"]:
@@ -162,9 +161,7 @@ def read_places(text: str) -> dict[str, list[str]]:
 
 def places_of(library: Path) -> dict[str, list[str]]:
     """Give the lines of the instructions of all kernels of an object file or library."""
-    program = sass.cuobjdump()
-    if program is None:
-        raise FileNotFoundError("cuobjdump: neither a CUDA toolkit nor Triton has it here")
+    program = sass.program()
     found: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         command = [str(program), "-xelf", "all", str(library.resolve())]

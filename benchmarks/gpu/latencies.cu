@@ -31,7 +31,7 @@ struct Result {
   uint32_t seen;
 };
 
-void* g_seen;  // 4 bytes on the device that nobody reads
+uint32_t* g_seen;  // on the device; nobody reads it
 
 // ---- steps: each takes and gives a number that the next one needs ---
 
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(256)
   if (found == 0xdeadbeef) *seen = found;
 }
 
-// GB/s of a graph of launches, each on rows that no cache holds.
+// GB/s of a row of launches, each on tiles that no cache holds.
 double rate_of_reading(const uint4* data, bool side_by_side, int blocks, int tiles) {
   constexpr int kSets = 12;
   const int64_t set = static_cast<int64_t>(blocks) * tiles;
@@ -227,8 +227,7 @@ double rate_of_reading(const uint4* data, bool side_by_side, int blocks, int til
     check(cudaEventRecord(begin, stream), "record");
     for (int i = 0; i < kSets; ++i) {
       read_tiles<<<blocks, 256, 0, stream>>>(data + i * set * 512, side_by_side ? 1 : tiles,
-                                             side_by_side ? blocks : 1, tiles,
-                                             reinterpret_cast<uint32_t*>(g_seen));
+                                             side_by_side ? blocks : 1, tiles, g_seen);
     }
     check(cudaEventRecord(end, stream), "record");
     check(cudaEventSynchronize(end), "wait");
@@ -323,7 +322,7 @@ int main() {
   check(cudaGetDeviceProperties(&seen, 0), "properties");
   std::printf("{\n  \"gpu\": \"%s\"", seen.name);
   check(cudaMalloc(&g_result, sizeof(Result)), "memory");
-  check(cudaMalloc(&g_seen, 4), "memory");
+  check(cudaMalloc(&g_seen, sizeof *g_seen), "memory");
   uint32_t* lines;
   check(cudaMalloc(&lines, uint64_t{4} << 30), "memory");
 

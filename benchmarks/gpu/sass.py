@@ -222,6 +222,20 @@ def cuobjdump() -> Path | None:
     return Path(found) if found else None
 
 
+def program() -> Path:
+    """Give cuobjdump.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is none here.
+    """
+    found = cuobjdump()
+    if found is None:
+        raise FileNotFoundError("cuobjdump: neither a CUDA toolkit nor Triton has it here")
+    return found
+
+
 def kernels(library: Path, arch: int) -> list[Kernel]:
     """Read the kernels that a library or object file has for an architecture (90: sm_90)."""
     return list(kernels_by_symbol(library, arch).values())
@@ -229,12 +243,10 @@ def kernels(library: Path, arch: int) -> list[Kernel]:
 
 def kernels_by_symbol(library: Path, arch: int) -> dict[str, Kernel]:
     """Read them by their mangled names."""
-    program = cuobjdump()
-    if program is None:
-        raise FileNotFoundError("cuobjdump: neither a CUDA toolkit nor Triton has it here")
+    reader = program()
 
     def dump(what: str) -> str:
-        command = [str(program), what, "-arch", f"sm_{arch}", str(library)]
+        command = [str(reader), what, "-arch", f"sm_{arch}", str(library)]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     usage = dict(_usages(dump("-res-usage")))

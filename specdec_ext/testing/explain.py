@@ -469,8 +469,8 @@ def assert_tokens_match(
             )
     agreed = (result.tokens == expected.tokens).all(1)
     agreed &= (result.num_accepted == expected.num_accepted) & (result.status == expected.status)
-    same = agreed & _same(result.logprobs, expected.logprobs, 2 * tolerance, 1e-6)
-    same &= _same(result.accept_probs, expected.accept_probs, tolerance, 1e-6)
+    agreed &= _same(result.logprobs, expected.logprobs, 2 * tolerance, 1e-6)
+    same = agreed & _same(result.accept_probs, expected.accept_probs, tolerance, 1e-6)
     excused = 0
     for b in (~same).nonzero().flatten().tolist():
         reason, exact = _explain(result, case, b, tolerance)

@@ -255,9 +255,10 @@ def assert_trees_match(result: Any, expected: Any, case: TreeCase, tolerance: fl
             )
         slack = {"logprobs": 2 * tolerance, "accept_probs": tolerance}.get(name, 0.0)
         close = torch.isclose(got.double(), wanted.double(), 1e-6, slack, equal_nan=True)
-        same &= close.reshape(case.batch, -1).all(1)
+        rows_close = close.reshape(case.batch, -1).all(1)
+        same &= rows_close
         if name != "accept_probs":
-            agreed &= close.reshape(case.batch, -1).all(1)
+            agreed &= rows_close
     excused = 0
     for b in (~same).nonzero().flatten().tolist():
         reason = explain_tree_outcome(result, case, b, tolerance)

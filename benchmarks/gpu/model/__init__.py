@@ -22,6 +22,6 @@
 Left out: queues of the memory system, misses of the instruction and constant caches, spilled
 registers that come back behind loads under way, bank conflicts, and what blocks of one
 multiprocessor take from each other beyond issue slots and memory bandwidth. On an H200 calls took
-1.3 to 2.1 times as long as was predicted with the review's latencies, for these reasons
-(the record gpu-nvidia-h200-2026-11-26).
+1.3 to 2.1 times as long as was predicted with the review's latencies; the record
+gpu-nvidia-h200-2026-11-26 says what was seen of the reasons.
 """
