@@ -210,7 +210,7 @@ SPECDEC_HD void draw_from_target(Request* r, const LawRow& target) {
 
 // It replaces `column`'s, which was rejected at a node with this inflow.
 SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRow& draft,
-                                   const Column& column, bool sampled, double inflow) {
+                                   const Column& column, double p, bool sampled, double inflow) {
   draw_from_target(r, target);
   Node node;
   node.inflow = inflow;
@@ -219,6 +219,7 @@ SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRo
   r->draw.draft_law = draft.law;
   r->draw.coefficients = residual_after_child(node, 1.0, sampled);
   r->draw.excluded = column.token;
+  if (!sampled) r->draw.mass = residual_mass(r->draw.coefficients, 1.0 - p);
 }
 
 // ---- outputs ---

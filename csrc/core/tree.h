@@ -366,7 +366,7 @@ SPECDEC_HD void set_state(const Node& state, NodeVisit* v) {
 SPECDEC_HD void close_deterministic(double lost, NodeVisit* v) {
   const double left = v->state.mass - lost;
   v->last = residual_after_child(v->state, 1.0, false);
-  v->mass = -1.0;
+  v->mass = v->state.lambda > 0.0 ? -1.0 : residual_mass(v->last, left);
   set_state(close_child(v->state, v->last, v->last.target * (left > 0.0 ? left : 0.0)), v);
 }
 

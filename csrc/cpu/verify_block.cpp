@@ -54,10 +54,11 @@ void decide(const VerifyParams& p, Request* r, const Chain& chain, const double*
   if (winner == chain.leaf) {
     draw_from_target(r, chain.targets[winner]);
   } else {
+    const NodeFacts& facts = chain.facts[winner];
     draw_from_residual(r, chain.targets[winner], chain.drafts[winner], column_at(p, r->b, winner),
-                       chain.facts[winner].sampled, chain.inflow[winner]);
+                       facts.p, facts.sampled, chain.inflow[winner]);
     // The rejected token was part of the sum, but has no residual: its inflow came out below 1.
-    if (needs_mass(winner, chain.inflow[winner], chain.facts[winner].sampled)) {
+    if (needs_mass(winner, chain.inflow[winner], facts.sampled)) {
       r->draw.mass = masses[winner];
     }
   }

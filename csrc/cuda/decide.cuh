@@ -8,7 +8,7 @@
 // drawn from is asked for its mass too, where it is not known yet.
 //
 // Reads 32 bytes a tile and row; both rows of each residual once, in pieces that the team shares.
-// Deterministic drafts and laws without a filter have a kernel of their own (decide_alone.cuh).
+// Deterministic drafts have a kernel of their own (decide_alone.cuh).
 #pragma once
 
 #include "chain.cuh"
@@ -150,7 +150,7 @@ __device__ __attribute__((noinline)) void settle_block(const VerifyParams& p, co
     } else {
       const NodeState& node = nodes[winner];
       draw_from_residual(&r, target, draft_law_row(p, s, r, winner), column_at(p, r.b, winner),
-                         node.sampled, node.inflow);
+                         node.p, node.sampled, node.inflow);
       // The rejected token was part of the sum, but has no residual: its inflow came out below 1.
       if (node.summed) r.draw.mass = node.mass;
     }

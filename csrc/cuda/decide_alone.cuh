@@ -1,14 +1,13 @@
-// The decision where the draft is deterministic and laws have no filter: a block a request, which
-// asks nobody for a mass.
+// The decision where the draft is deterministic: a block a request, which asks nobody for a mass,
+// because without the draft token y a law p sums to 1 - p(y) (residual_mass of core/recursion.h).
 //
-// Grid: a block a request, chained to the scan. Before the scan has ended it reads what the call
-// was given, a warp a node: draft token, its logit, coin; and the tile of each draft token once
-// more, by the whole block, summed without that token. Then a warp combines a row's tiles, which
-// gives the token's probability and, of all other tokens, the residual's mass; every warp goes down
-// the chain by itself, because that takes less time than to be told. Nodes are taken 32 at once.
+// Grid: a block a request, chained to the scan or to the launch that finds cutoffs. Before that has
+// ended it reads what the call was given, a warp a node: draft token, its logit, coin. Then a warp
+// finds a row's law, which gives the token's probability; every warp goes down the chain by itself,
+// because that takes less time than to be told. Nodes are taken 32 at once.
 //
-// Reads 32 bytes a tile and row, and 2 or 4 bytes an entry of a tile a row. Numerics: core/chain.h;
-// a mass is the scan's sums, with that of the tile without its token, in the tree of sum_row.
+// Reads 32 bytes a tile and row, or a row's law where cutoffs were found; and the row of the last
+// token where almost all of a law is the rejected token's. Numerics: core/chain.h.
 #pragma once
 
 #include "decide.cuh"
@@ -19,18 +18,12 @@ namespace {
 
 using namespace SPECDEC_CPU_ISA;
 
-// Where decide_alone takes the place of decide.
-inline bool decides_alone(const VerifyParams& p, const Scratch& s) {
-  return s.teams.sums == 0 && reads_draft_law(p.rule);
-}
-
 // A node of a request, i draft tokens deep.
 struct LoneNode {
   LawRow target;
   int64_t token;  // of the draft, after the node; -1: none
   double coin;    // that tests the token or, in the block rule, the node
   double p;       // of the token
-  double others;  // what all other tokens' weights sum to
   Verdict verdict;
   float logit;  // of the token
   bool known;   // the target has the token
@@ -39,7 +32,6 @@ struct LoneNode {
 };
 
 using LoneNodes = SharedArray<LoneNode, kNodesAtOnce>;
-using LoneTiles = SharedArray<TileSummary, kNodesAtOnce>;
 
 // A thread with time left: nodes are the first warps' first.
 __device__ __forceinline__ bool is_clerk() { return threadIdx.x == kThreads - kWarp; }
@@ -65,117 +57,27 @@ __device__ __forceinline__ void look_at_given(const VerifyParams& p, const Reque
   if (flips && !r.greedy) node->coin = uniform_at(p, r.b, block_rule ? i - 1 : i);
 }
 
-// Sums the tiles of the draft tokens without these tokens. Collective over the block.
-template <Elements kElements>
-__device__ __forceinline__ void sum_besides(const Request& r, int32_t count, LoneNodes* nodes,
-                                            LoneTiles* besides) {
-  __shared__ WarpSummary of_warp[kNodesAtOnce][kWarps];
-  static_assert(kNodesAtOnce <= kWaiting, "they are combined at once");
-  const ScanTask task(Row{}, r.target_filters, false, ExtraTask{});
-  for (int32_t k = 0; k < count; ++k) {
-    const LoneNode& node = (*nodes)[k];
-    WarpSum s{-INFINITY, 0.0f};
-    if (node.known) {
-      const int64_t tile = node.token / kTile;
-      RawTile raw;
-      float x[kPerThread];
-      load_tile<Layout::kStriped, kElements>(node.target.row, tile, &raw);
-      widen_tile<Layout::kStriped, kElements>(node.target.row, tile, raw, x);
-      exclude<Layout::kStriped>(node.target.row, tile, node.token, x);
-      float max = x[0];
-#pragma unroll
-      for (int j = 1; j < kPerThread; ++j) max = fmaxf(max, x[j]);
-      s.max = warp_max_by_key(max);
-      s.sum = sum_weights(task, x, s.max);
-    }
-    if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = summary_of(s);
-  }
-  write_summaries(
-      task, count, [&](int32_t k, int32_t w) { return of_warp[k][w]; }, besides->data());
-}
-
 // Nodes [base, base + count) as far as the call says. Collective over the block.
-template <Elements kElements>
 __device__ __forceinline__ void open_nodes(const VerifyParams& p, const Request& r, int64_t base,
-                                           int32_t count, LoneNodes* nodes, LoneTiles* besides) {
+                                           int32_t count, LoneNodes* nodes) {
   if (threadIdx.x % kWarp == 0) {
     for (int32_t k = threadIdx.x / kWarp; k < count; k += kWarps) {
       look_at_given(p, r, base + k, nodes->data() + k);
     }
   }
   __syncthreads();
-  sum_besides<kElements>(r, count, nodes, besides);
 }
 
-// ---- what the scan has found ---
-
-// combine_tiles of logits without a filter; `others` is what all tokens but the draft's weigh,
-// whose tile is `without` (-1: none) and, without it, `beside`. What takes no tile comes first,
-// then a lane's tiles two by two, because each of them takes its time to come. By a full warp.
-__device__ __forceinline__ RowLaw combine_lone(const Row& row, const Filters& filters,
-                                               const TileSummary* tiles, int32_t without,
-                                               const TileSummary& beside, double* others) {
-  RowLaw law;
-  if (row.data == nullptr) return law;
-  const double scale = 1.0 / filters.temperature;
-  const float log2_of = log2_scale(scale);
-  const int32_t n = static_cast<int32_t>(num_tiles(row.vocab));
-  const int32_t lane = static_cast<int32_t>(threadIdx.x % kWarp);
-  const auto each_two = [&](const auto& take) {
-    for (int32_t t = lane; t < n; t += 2 * kWarp) {
-      take(t, tiles[t], tiles[t + kWarp < n ? t + kWarp : t], t + kWarp < n);
-    }
-  };
-  uint32_t valid = 1;
-  float max = -INFINITY;
-  each_two([&](int32_t, const TileSummary& a, const TileSummary& b, bool) {
-    valid &= a.valid & b.valid;
-    max = fmaxf(max, fmaxf(a.max, b.max));
-  });
-  law.max = warp_max_by_key(max);
-  law.valid = __all_sync(kAllLanes, valid) && law.max > -INFINITY;
-  law.point_mass = law.valid && is_greedy(filters);
-  if (!law.valid) return law;
-  if (law.point_mass) {
-    law.argmax = first_maximum(tiles, n, law.max);
-    law.cutoff = law.max;
-    law.scale = INFINITY;
-    law.z = 1.0;
-    return law;
-  }
-  law.scale = scale;
-  const auto mass = [&](const TileSummary& tile) {
-    const double weight = exp2_weight((tile.max - law.max) * log2_of);
-    return tile.sum > 0.0 ? weight * tile.sum : 0.0;
-  };
-  double z = 0.0, rest = 0.0;
-  each_two([&](int32_t t, const TileSummary& a, const TileSummary& b, bool two) {
-    const double of_a = mass(a), of_b = two ? mass(b) : 0.0;
-    z = z + of_a + of_b;
-    rest = rest + (t != without ? of_a : 0.0) + (t + kWarp != without ? of_b : 0.0);
-  });
-  if (lane == 0) rest += mass(beside);
-#pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-    const double other_z = __shfl_xor_sync(kAllLanes, z, lanes);
-    const double other_rest = __shfl_xor_sync(kAllLanes, rest, lanes);
-    z += other_z;
-    rest += other_rest;
-  }
-  law.z = z;
-  law.valid = z > 0.0;
-  *others = rest;
-  return law;
-}
+// ---- what earlier launches have found ---
 
 // By a full warp.
 __device__ __forceinline__ void find_law(const VerifyParams& p, const Scratch& s, const Request& r,
-                                         int64_t i, const TileSummary& beside, LoneNode* node) {
-  double others = 0.0;
-  const int32_t without = node->known ? static_cast<int32_t>(node->token / kTile) : -1;
-  const RowLaw law =
-      combine_lone(node->target.row, r.target_filters, s.summaries + (r.b * s.rows + i) * s.tiles,
-                   without, beside, &others);
+                                         int64_t i, LoneNode* node) {
+  const int64_t row = r.b * s.rows + i;
+  double unused = 0.0;
+  const RowLaw law = s.finished ? s.laws[row]
+                                : combine_tiles(node->target.row, r.target_filters, false,
+                                                ExtraTask{}, s.summaries + row * s.tiles, &unused);
   NodeFacts facts{
       i >= r.drafted || !law.valid, node->usable, false, 0.0, 1.0, NAN, {false, 0.0}, -1};
   if (!facts.ends && node->known) {
@@ -187,7 +89,6 @@ __device__ __forceinline__ void find_law(const VerifyParams& p, const Scratch& s
   if (threadIdx.x % kWarp != 0) return;
   node->target.law = law;
   node->p = facts.p;
-  node->others = others;
   node->verdict = facts.verdict;
   node->ends = facts.ends;
 }
@@ -214,15 +115,20 @@ struct Descent {
   double inflow = 1.0;   // block rule: of the next node
   int64_t accepted = 0;  // so far
   int64_t leaf = 0;      // block rule, once it does not go on
+  bool sums = false;     // the mass of what the last token is drawn from is not known
 };
+
+// Whether residual_mass does not tell the mass of the residual after a node.
+__device__ __forceinline__ bool takes_sum(const LoneNode& node) {
+  return !node.target.law.point_mass && residual_mass({1.0, 0.0}, 1.0 - node.p) < 0.0;
+}
 
 // By one thread: the last token is drawn at this node.
 __device__ __forceinline__ void draw_at(const LoneNode& node, bool from_target, double inflow,
                                         int64_t i, Request* r) {
   r->accepted = i;
   if (from_target) return draw_from_target(r, node.target);
-  draw_from_residual(r, node.target, LawRow{}, {node.token, false}, false, inflow);
-  r->draw.mass = r->draw.coefficients.target / node.target.law.z * node.others;
+  draw_from_residual(r, node.target, LawRow{}, {node.token, false}, node.p, false, inflow);
 }
 
 // pass_nodes of decide.cuh, by every warp for itself; the first one writes, and the clerk.
@@ -238,9 +144,11 @@ __device__ __forceinline__ void pass_lone_nodes(const VerifyParams& p, Request* 
   if (threadIdx.x < kWarp && lane < end && (lane <= stop || all)) {
     p.accept_probs[r->b * p.gamma + base + lane] = static_cast<float>(node.verdict.probability);
   }
+  const bool over_there = stop == end;
+  const bool from_target = over_there || r->greedy;
+  if (stop < kWarp && !d->decided) d->sums = !from_target && takes_sum((*nodes)[stop]);
   if (is_clerk() && stop < kWarp) {
-    const bool over_there = stop == end;
-    if (!d->decided) draw_at((*nodes)[stop], over_there || r->greedy, 1.0, base + stop, r);
+    if (!d->decided) draw_at((*nodes)[stop], from_target, 1.0, base + stop, r);
     const bool comes_to_end = end < kWarp && (over_there || all);
     if (comes_to_end && !(*nodes)[end].usable) r->status |= kNoDraftLaw;
   }
@@ -286,7 +194,10 @@ __device__ __forceinline__ void flow_through_lone(const VerifyParams& p, Request
   const unsigned accepting = __ballot_sync(kAllLanes, accepts);
   const int winner = 31 - __clz(static_cast<int>(accepting));
   const double inflow = __shfl_sync(kAllLanes, mine, winner < 0 ? 0 : winner);
-  if (winner >= 0) d->accepted = base + winner;
+  if (winner >= 0) {
+    d->accepted = base + winner;
+    d->sums = winner != leaf && takes_sum((*nodes)[winner]);
+  }
   d->leaf = base + leaf;
   d->goes_on = leaf == kNodesAtOnce;
   if (is_clerk()) {
@@ -329,33 +240,38 @@ __device__ __forceinline__ void close_lone(const VerifyParams& p, const Scratch&
   if (knows_token(&task)) write_extra_token(p, r.b, r.accepted, task);
 }
 
-// Asks for the tiles that sum_besides reads, a warp a token.
-__device__ __forceinline__ void prefetch_tiles_of_tokens(const VerifyParams& p, const Request& r) {
-  constexpr int32_t kLines = kTile * 4 / 128 / kWarp + 1;  // of a lane
-  for (int64_t i = threadIdx.x / kWarp; i < r.drafted; i += kWarps) {
-    const int64_t tile = load_id(p.draft_tokens, r.b, i) / kTile;
-    prefetch_tiles(target_row(p, r.b, i), {tile, tile + 1}, threadIdx.x % kWarp, kWarp, kLines);
+// The mass of a draw that takes a sum. Collective over the block; a call, because it is seldom
+// asked for.
+__device__ __attribute__((noinline)) void sum_residual(Request* r) {
+  __syncthreads();  // the clerk has written the draw
+  const TileWeights<Elements::kAny, false> weights(r->draw, true);
+  double mass = 0.0;
+  for (int64_t tile = 0; tile < num_tiles(r->draw.target.vocab); ++tile) {
+    RawTiles raw;
+    float w[kPerThread];
+    weights.template load<Layout::kStriped>(tile, &raw);
+    weights.template weigh<Layout::kStriped>(tile, raw, w, [] {});
+    mass += sum_of_weights(w);
   }
+  mass = block_sum(mass);
+  if (is_clerk()) r->draw.mass = mass;
 }
 
-template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     decide_alone(const __grid_constant__ VerifyParams p, const __grid_constant__ Scratch s) {
   __shared__ SharedArray<Request, 1> request;
   __shared__ LoneNodes nodes;
-  __shared__ LoneTiles besides;
   let_next_launch_begin();
   Request& r = request[0];
   open_in_block(p, blockIdx.x, &r);
   clear_outputs(p, r.b, threadIdx.x, kThreads);
-  prefetch_tiles_of_tokens(p, r);
   Descent d;
   for (int64_t base = 0; d.goes_on; base += kNodesAtOnce) {
     const int32_t count = clamp_to(r.drafted + 1 - base, 0, kNodesAtOnce);
-    open_nodes<kElements>(p, r, base, count, &nodes, &besides);
+    open_nodes(p, r, base, count, &nodes);
     if (base == 0) wait_for_launch_before();
     for (int32_t k = threadIdx.x / kWarp; k < count; k += kWarps) {
-      find_law(p, s, r, base + k, besides[k], nodes.data() + k);
+      find_law(p, s, r, base + k, nodes.data() + k);
     }
     __syncthreads();
     if (p.rule == Rule::kBlock) {
@@ -366,6 +282,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     if (d.goes_on) __syncthreads();  // the nodes are overwritten
   }
   if (p.rule == Rule::kBlock) end_flow(p, r, d);
+  if (d.sums) sum_residual(&r);
   if (threadIdx.x >= kThreads - kWarp) close_lone(p, s, r);
 }
 

@@ -383,33 +383,41 @@ __device__ __forceinline__ void scan_tiles(const Row& row, const Filters& filter
 
 // ---- a row ---
 
-// Sums of a row's tiles against the row's maximum: z, what of it is in other tiles than one, and
-// sum of weight * log2(weight).
+// take(tile) for each tile of this lane, in their order. Two at a time, because each of them
+// takes its time to come.
+template <typename Take>
+__device__ __forceinline__ void for_tiles_of_lane(const TileSummary* tiles, int64_t n,
+                                                  const Take& take) {
+  for (int64_t t = threadIdx.x % kWarp; t < n; t += 2 * kWarp) {
+    const bool two = t + kWarp < n;
+    const TileSummary a = tiles[t], b = tiles[two ? t + kWarp : t];
+    take(a);
+    if (two) take(b);
+  }
+}
+
+// Sums of a row's tiles against the row's maximum: z, and sum of weight * log2(weight).
 struct RowSums {
   double z;
-  double others;
   double entropy;
 };
 
 // By a full warp: a tile a lane, combined in a tree that depends on the number of tiles alone.
-// `without`: the tile that `others` leave out; negative: nobody asks for them, as where `entropy`
-// says so nobody asks for that.
+// Where `entropy` says so nobody asks for that.
 __device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, const RowLaw& law,
-                                           int64_t without, bool entropy) {
-  RowSums sums{0.0, 0.0, 0.0};
+                                           bool entropy) {
+  RowSums sums{0.0, 0.0};
   const float scale = log2_scale(law.scale);
-  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) {
-    if (!(tiles[t].sum > 0.0)) continue;
+  for_tiles_of_lane(tiles, n, [&](const TileSummary& tile) {
+    if (!(tile.sum > 0.0)) return;
     // In float32, as the weights that the tiles sum up: what a tile far below the maximum loses by
     // rounding is little of the whole.
-    const float shift = law.linear ? 0.0f : (tiles[t].max - law.max) * scale;
+    const float shift = law.linear ? 0.0f : (tile.max - law.max) * scale;
     const double weight = exp2_weight(shift);
-    sums.z += weight * tiles[t].sum;
-    if (t != without) sums.others += weight * tiles[t].sum;
-    if (entropy) sums.entropy += weight * (tiles[t].extra + shift * tiles[t].sum);
-  }
-  return {warp_sum(sums.z), without < 0 ? 0.0 : warp_sum(sums.others),
-          entropy ? warp_sum(sums.entropy) : 0.0};
+    sums.z += weight * tile.sum;
+    if (entropy) sums.entropy += weight * (tile.extra + shift * tile.sum);
+  });
+  return {warp_sum(sums.z), entropy ? warp_sum(sums.entropy) : 0.0};
 }
 
 // The lowest arg max of a row: tiles are compared in order.
@@ -430,20 +438,20 @@ __device__ __forceinline__ double count_in_row(const TileSummary* tiles, int64_t
 
 // The law of a row as far as it is known without a filter: all of it for plain, greedy and absent
 // rows and for probabilities. Collective over a full warp, result in every lane. `extra_value`:
-// where the rank or entropy goes, or for `without` the sum of the other tiles (RowSums).
+// where the rank or entropy goes.
 __device__ inline RowLaw combine_tiles(const Row& row, const Filters& filters, bool want_argmax,
                                        const ExtraTask& extra, const TileSummary* tiles,
-                                       double* extra_value, int64_t without = -1) {
+                                       double* extra_value) {
   RowLaw law;
   *extra_value = 0.0;
   if (row.data == nullptr) return law;
   const int64_t n = num_tiles(row.vocab);
   uint32_t valid = 1;
   float max = -INFINITY;
-  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) {
-    valid &= tiles[t].valid;
-    max = fmaxf(max, tiles[t].max);
-  }
+  for_tiles_of_lane(tiles, n, [&](const TileSummary& tile) {
+    valid &= tile.valid;
+    max = fmaxf(max, tile.max);
+  });
   law.linear = row.linear;
   law.max = warp_max(max);
   law.valid = __all_sync(kAllLanes, valid) && law.max > -INFINITY;
@@ -460,10 +468,9 @@ __device__ inline RowLaw combine_tiles(const Row& row, const Filters& filters, b
   if (!row.linear) law.scale = 1.0 / filters.temperature;
   if (!wants_sum(row, filters)) return law;
   const bool entropy = extra.kind == Extra::kEntropy;
-  const RowSums sums = sum_row(tiles, n, law, without, entropy);
+  const RowSums sums = sum_row(tiles, n, law, entropy);
   law.z = sums.z;
   law.valid = law.z > 0.0;
-  if (without >= 0) *extra_value = sums.others;
   if (entropy) *extra_value = log(law.z) - kLn2 * sums.entropy / law.z;
   return law;
 }

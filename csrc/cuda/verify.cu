@@ -19,11 +19,12 @@
 // for the decision would leave the chip idle. Writes O(rows x tiles). Numerics: core/; float sums
 // in fixed tiles combined in tile order, so that neither splits nor the batch change a bit.
 #include "cutoff.cuh"
-#include "decide_alone.cuh"
+#include "decide.cuh"
 #include "kernels.h"
 #if SPECDEC_LISTS
 #include "token_lists.cuh"
 #else
+#include "decide_alone.cuh"
 #include "token_map.cuh"
 #endif
 
@@ -194,11 +195,8 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.rows = p.gamma + 1 + (has_draft ? p.gamma : 0);
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.groups = s.tiles * num_groups(kTile);
-  // Without a draft's law or a filter, the scan's sums tell the mass of any residual.
-  s.teams = {p.batch, 0, s.tiles};
-  if (has_residuals && (has_draft || filters)) {
-    s.teams.sums = has_draft && block_rule ? p.gamma + 1 : 1;
-  }
+  // Without a draft's law, the probability of a draft token tells the mass of any residual.
+  s.teams = {p.batch, has_draft ? (block_rule ? p.gamma + 1 : 1) : 0, s.tiles};
   s.finished = filters;
   s.races = runs_races(p.rule);
   const int64_t rows = p.batch * s.rows;
@@ -231,12 +229,12 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
 constexpr auto kScanMasked = scan_laws < true, kLists ? Elements::kListed : Elements::kAny > ;
 const auto kScan = by_elements([](auto e) { return scan_laws<false, decltype(e)::value>; });
 const auto kDecide = by_elements([](auto e) { return decide<decltype(e)::value>; });
-#if SPECDEC_LISTS
-const auto kDecideAlone = kDecide;  // a list is a draft's law: nobody decides alone
-#else
-const auto kDecideAlone = by_elements([](auto e) { return decide_alone<decltype(e)::value>; });
-#endif
 const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value>; });
+#if SPECDEC_LISTS
+const auto kDecideAlone = kDecide[Elements::kAny];  // never: a list is a draft's law
+#else
+constexpr auto kDecideAlone = decide_alone;
+#endif
 
 // Launches kernel(p, s, splits) over units x splits blocks, a row's tiles shared out among as many
 // blocks as it takes to fill the chip.
@@ -275,8 +273,9 @@ void run(const VerifyParams& given, const Gpu& gpu) {
            s);
   }
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, p, s);
-  const auto& deciding = decides_alone(p, s) ? kDecideAlone : kDecide;
-  launch(gpu, "decide", deciding[elements_of_laws(p)], deciding_blocks(gpu, p, s), p, s);
+  const bool alone = s.teams.sums == 0 && reads_draft_law(p.rule);
+  const auto deciding = alone ? kDecideAlone : kDecide[elements_of_laws(p)];
+  launch(gpu, "decide", deciding, deciding_blocks(gpu, p, s), p, s);
   if (!s.races) {
     launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, p, s,
                  kBlocksAt128Registers);

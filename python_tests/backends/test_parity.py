@@ -108,6 +108,30 @@ def test_reference_is_admissible_in_every_decision(variant, rule):
         assert explain_outcome(result, case, b, tolerance=1e-9) == ""
 
 
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("rule", ["block", "token", "lenient"])
+def test_what_little_a_rejected_token_leaves(operator, rule, filters):
+    # Target laws that are all but 2^-8 .. 2^-19 the draft token, rejected by the largest uniform.
+    # The last token comes from what is left, whose mass 1 - p is the less exact the smaller it is.
+    batch, vocab, token = 12, 2300, 700
+    generator = torch.Generator().manual_seed(3)
+    rest = torch.randn(batch, 2, vocab, generator=generator)
+    left = 2.0 ** -(8.0 + torch.arange(batch))
+    rest[:, 0, token] = -math.inf
+    rest[:, 0] += (left.log() - rest[:, 0].logsumexp(1))[:, None]
+    rest[:, 0, token] = 0.0
+    uniforms = torch.rand(batch, 2, dtype=torch.float64, generator=generator)
+    uniforms[:, 0] = 1 - 2.0**-53
+    inputs = dict(target_logits=rest, draft_tokens=torch.full((batch, 1), token), rule=rule)
+    if filters:  # of every other request
+        inputs["top_k"] = torch.tensor([0, vocab - 50]).repeat(batch // 2)
+    case = VerifyCase(inputs | dict(uniforms=uniforms, lenience=1.0))
+    expected, found = REFERENCE.run(case), operator.run(case)
+    assert not expected.num_accepted.any() and len(expected.tokens[:, 0].unique()) > 6
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.status, expected.status)
+
+
 @pytest.mark.parametrize("options", [dict(lenience=0.3), dict(lenience=1.0)], ids=str)
 def test_lenient(operator, options):
     for seed in range(8):
