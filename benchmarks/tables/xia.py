@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from pair.heads.evaluation import trained_heads
 from pair.seq2seq.block_drafter import BETA, KIND, TAU, load_drafter
-from pair.seq2seq.models import model_folder
+from pair.seq2seq.models import layers_of, model_folder
 
 from specdec_ext.decoding import BlockDrafter, HeadsDrafter
 from specdec_ext.models.heads import BlockwiseHeads
@@ -144,21 +145,21 @@ def drafters_of(bench: Bench) -> dict[str, SpecDrafter]:
     return {name: load_drafter(bench.options.task, name) for name in names}
 
 
-def training_of(bench: Bench, name: str) -> dict[str, Any]:
-    """Return what a drafter began with, and the steps of its training."""
-    folder = model_folder(bench.options.task, name, KIND)
+def training_of(folder: Path) -> dict[str, Any]:
+    """Return what a drafter or heads began with, and the steps of their training."""
     facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    return {"start": facts["options"]["start"] or "random weights", "steps": facts["steps"]}
+    start = facts["options"].get("start") or "random weights"
+    return {"start": start, "steps": facts["steps"]}
 
 
-def blockwise_heads(bench: Bench) -> dict[int, BlockwiseHeads]:
-    """Load the target's blockwise decoding heads that were trained, by their number."""
-    folders = [
-        folder for folder in trained_heads(bench.options.heads)
+def blockwise_heads(bench: Bench) -> dict[Path, BlockwiseHeads]:
+    """Load the target's blockwise decoding heads that were trained, by their folder."""
+    found = {
+        folder: BlockwiseHeads.from_pretrained(folder).eval()
+        for folder in trained_heads(bench.options.heads)
         if folder.name.startswith("blockwise-")
-    ]  # fmt: skip
-    found = [BlockwiseHeads.from_pretrained(folder).eval() for folder in folders]
-    return dict(sorted((heads.config.num_heads, heads) for heads in found))
+    }
+    return dict(sorted(found.items(), key=lambda entry: entry[1].config.num_heads))
 
 
 def first_drafter(bench: Bench) -> tuple[str, SpecDrafter]:
@@ -277,11 +278,6 @@ def same_latency(bench: Bench, model: SpecDrafter, block: int) -> dict[str, int]
     }
 
 
-def layers_of(model: Any) -> str:
-    """Return the encoder and decoder layers of a model as the papers write them."""
-    return f"{model.config.num_layers}+{model.config.num_decoder_layers}"
-
-
 def table1(bench: Bench) -> Result:
     """Decode with blocks, smaller models of the same latency, greedily and with beams."""
     name, model = first_drafter(bench)
@@ -289,7 +285,8 @@ def table1(bench: Bench) -> Result:
     named: dict[str, Any] = {BEST_OF_BEAMS: BEST_OF_BEAMS, PLAIN: PLAIN}
     alike = {PLAIN: plain_way(bench, 0.0), HOST: hosts.way(bench.target, new)}
     others = {BEST_OF_BEAMS: hosts.way(bench.target, new, num_beams=BEAMS)}
-    for number, heads in blockwise_heads(bench).items():
+    for heads in blockwise_heads(bench).values():
+        number = heads.config.num_heads
         key = named_heads(number)
         alike[key], named[key] = vanilla(bench, heads, number), (HEADS, number)
     for block in blocks:
@@ -367,15 +364,17 @@ def table2(bench: Bench) -> Result:
     every = drafters_of(bench)
     others = {BEST_OF_BEAMS: hosts.way(bench.target, bench.options.tokens, num_beams=BEAMS)}
     known: dict[str, dict[str, Any]] = {}
-    for number, heads in blockwise_heads(bench).items():
-        name = named_heads(number)
-        others[name] = relaxed(bench, heads, number)
-        known[name] = {"parameters": heads.num_parameters(), **printed_table2(HEADS)}
+    for folder, heads in blockwise_heads(bench).items():
+        number = heads.config.num_heads
+        others[named_heads(number)] = relaxed(bench, heads, number)
+        known[named_heads(number)] = {
+            "parameters": heads.num_parameters(), **training_of(folder), **printed_table2(HEADS)
+        }  # fmt: skip
     for name, model in every.items():
         others[name] = relaxed(bench, model, model.config.block_size)
         known[name] = {
             "parameters": model.num_parameters(), "layers": layers_of(model),
-            **training_of(bench, name), **printed_table2(name),
+            **training_of(model_folder(bench.options.task, name, KIND)), **printed_table2(name),
         }  # fmt: skip
     found = measured(bench, {PLAIN: plain_way(bench, 0.0)}, others)
     for record in found.records:

@@ -166,6 +166,9 @@ def test_the_command(tmp_path, capsys):
     }
     assert found == {"mini": (1, 1), "small": (2, 1), "large": (3, 1)}
     assert models["large"].config.d_model == SIZES["large"]["d_model"]
+    shutil.rmtree(tmp_path / "on" / "training")
+    assert main([*on[:-1], "large", "--start", str(tmp_path / "on"), "--layers", "2+1"]) == 1
+    assert "has 3+1 layers, not 2+1: see --layers" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import json
 import math
 import sys
 from types import SimpleNamespace
@@ -52,7 +53,10 @@ def folders(tmp_path_factory):
     inputs = {"input_ids": ids, "decoder_input_ids": ids}
     for number in (3, 11):  # in the order of their numbers, not of their names
         heads = BlockwiseHeads.from_target(target, number, inputs=inputs, intermediate_size=8)
-        heads.save_pretrained(heads_folder(work) / f"blockwise-{number}")
+        folder = heads_folder(work) / f"blockwise-{number}"
+        heads.save_pretrained(folder)
+        facts = json.dumps({"options": {}, "steps": 10 * number})
+        (folder / "training.json").write_text(facts)
     (heads_folder(work) / "medusa-4").mkdir()  # other heads are not theirs
     return work, data
 
@@ -90,7 +94,10 @@ def test_every_table_runs(name, folders, tmp_path, capsys):
         assert {"spec-drafter", "small"} <= set(ways)
         begun = {record["way"]: record["start"] for record in records}
         assert begun["spec-drafter"] == "random weights" and begun[decode.PLAIN] == ""
-        assert {record["steps"] for record in records if record["start"]} == {"7"}
+        steps = {record["way"]: record["steps"] for record in records if record["steps"]}
+        assert steps == {"spec-drafter": "7", "small": "7"} | dict(
+            zip(of_heads, ("30", "110"), strict=True)
+        )
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -38,6 +38,11 @@ class Family:
         return list(self.models)[-1]
 
 
+def layers_of(model: Any) -> str:
+    """Return the layers of an encoder and of a decoder as the papers write them: ``12+2``."""
+    return f"{model.config.num_layers}+{model.config.num_decoder_layers}"
+
+
 def model_folder(work_folder: Path, name: str, kind: str = "models") -> Path:
     """Return where a trained model lies, or a trained one of another kind."""
     return work_folder / kind / name

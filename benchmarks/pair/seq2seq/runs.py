@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
 from pair.seq2seq.data import Batches, Pairs, load_prepared
-from pair.seq2seq.models import load_model, save_model
+from pair.seq2seq.models import layers_of, load_model, save_model
 from pair.seq2seq.schedule import Budget, Pace, budget_of
 from pair.seq2seq.sizes import COPYING, LARGEST, SIZES, build_model
 from pair.seq2seq.training import Options, Report, train
@@ -60,7 +60,12 @@ def train_size(given: argparse.Namespace, name: str, seconds: float) -> None:
     model = build_model(shape, len(tokenizer), options.dropout, options.seed)
     if given.start is not None:
         options = replace(options, start=given.start.name)
-        model.load_state_dict(load_model(given.start, name).state_dict())
+        before = load_model(given.start, name)
+        if (made := layers_of(before)) != (wanted := layers_of(model)):
+            raise ValueError(
+                f"{name} in {given.start} has {made} layers, not {wanted}: see --layers"
+            )
+        model.load_state_dict(before.state_dict())
     train_one(given, name, model, splits["train"], Pace(steps, seconds), options, device)
 
 
