@@ -240,21 +240,20 @@ __device__ __forceinline__ void close_lone(const VerifyParams& p, const Scratch&
   if (knows_token(&task)) write_extra_token(p, r.b, r.accepted, task);
 }
 
-// The mass of a draw that takes a sum. Collective over the block; a call, because it is seldom
-// asked for.
+// The mass of a draw that takes a sum. Collective over the block. So seldom asked for that its code
+// is to be short, and not fast.
 __device__ __attribute__((noinline)) void sum_residual(Request* r) {
   __syncthreads();  // the clerk has written the draw
-  const TileWeights<Elements::kAny, false> weights(r->draw, true);
-  double mass = 0.0;
-  for (int64_t tile = 0; tile < num_tiles(r->draw.target.vocab); ++tile) {
-    RawTiles raw;
-    float w[kPerThread];
-    weights.template load<Layout::kStriped>(tile, &raw);
-    weights.template weigh<Layout::kStriped>(tile, raw, w, [] {});
-    mass += sum_of_weights(w);
+  const DrawTask& task = r->draw;
+  const ExpWeight weight(task.target_law);
+  double left = 0.0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < task.target.vocab; i += kThreads) {
+    const float x = i != task.excluded ? row_value(task.target, i) : -INFINITY;
+    left += weight(x);
   }
-  mass = block_sum(mass);
-  if (is_clerk()) r->draw.mass = mass;
+  left = block_sum(left);
+  if (is_clerk()) r->draw.mass = task.coefficients.target * left / task.target_law.z;
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
