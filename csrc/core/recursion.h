@@ -43,8 +43,9 @@ SPECDEC_HD ResidualCoefficients residual_after_child(const Node& node, double ka
 }
 
 // What the residual of a law without a draft's sums to, if `rest` of the law is left after its
-// deterministic children; -1 where `rest`, a difference of rounded probabilities, does not say it
-// within 2^-6. That takes a pass over the vocabulary; but so likely a token is seldom rejected.
+// deterministic children. It scales the integers of a draw, for which a factor of 2 is near enough;
+// -1 where `rest`, a difference of rounded probabilities, is too small for that. The sum then takes
+// a pass over the vocabulary; but so likely a token is seldom rejected.
 SPECDEC_HD double residual_mass(ResidualCoefficients coefficients, double rest) {
   constexpr double kLeast = 0x1p-14;
   return rest >= kLeast ? coefficients.target * rest : -1.0;

@@ -208,7 +208,7 @@ SPECDEC_HD void draw_from_target(Request* r, const LawRow& target) {
   r->draw.active = true;
 }
 
-// It replaces `column`'s, which was rejected at a node with this inflow.
+// It replaces `column`'s, of target probability p, which was rejected at a node with this inflow.
 SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRow& draft,
                                    const Column& column, double p, bool sampled, double inflow) {
   draw_from_target(r, target);

@@ -190,8 +190,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   Scratch s;
   const bool filters = any_filters(p);
   const bool block_rule = p.rule == Rule::kBlock;
-  const bool has_residuals = reads_draft_law(p.rule);
-  const bool has_draft = p.draft.data != nullptr && has_residuals;
+  const bool has_draft = p.draft.data != nullptr && reads_draft_law(p.rule);
   s.rows = p.gamma + 1 + (has_draft ? p.gamma : 0);
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.groups = s.tiles * num_groups(kTile);
