@@ -18,6 +18,10 @@ where the model ends them. *Tokens a call* is a ratio of sums; *speed* is that o
 prefill included, over plain decoding's, the geometric mean over the prompts. Standard errors are
 over prompts (over batches, for batches).
 
+A batch of sampled texts takes as long as its longest text, and every contestant samples others: its
+tokens a second are a matter of luck. With ``--full-length`` texts do not end where the model ends
+them: all have ``--tokens`` tokens, and contestants differ in what they do alone.
+
 Greedy output of all is compared with plain decoding's, on every prompt: a difference that is no tie
 in float32 makes the exit code 1.
 
@@ -96,20 +100,21 @@ def drafters(pair: Pair, options: argparse.Namespace) -> dict[str, Callable[[Pai
 
 def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> dict[str, Contestant]:
     """List who takes part."""
-    new, found = options.tokens, {PLAIN: ours(pair, setting, options.tokens, stops=True)}
+    new, stops = options.tokens, not options.full_length
+    found = {PLAIN: ours(pair, setting, new, stops=stops)}
     for name, draft in drafters(pair, options).items():
         gammas = options.model_gamma if name == MODEL else options.gamma
         for g in gammas:
             label = f"{name}, gamma {g}"
-            found[label] = ours(pair, setting, new, g, draft=draft, stops=True)
+            found[label] = ours(pair, setting, new, g, draft=draft, stops=stops)
         # One object: it goes on learning from prompt to prompt.
         policy = RenewalRule()
-        found[f"{name}, {RENEWAL}"] = ours(pair, setting, new, policy, draft=draft, stops=True)
+        found[f"{name}, {RENEWAL}"] = ours(pair, setting, new, policy, draft=draft, stops=stops)
         if name in GROWING and options.tree:
             # A draft model needs a call for each level, a suffix drafter none.
             tree = GrownTree(options.tree, max(gammas), beam=3)
             label = f"{name}, tree of {options.tree}"
-            found[label] = ours(pair, setting, new, draft=draft, stops=True, tree=tree)
+            found[label] = ours(pair, setting, new, draft=draft, stops=stops, tree=tree)
     found |= rivals(pair, setting, options)
     wanted = options.contestants
     return {
@@ -121,16 +126,16 @@ def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> di
 
 def rivals(pair: Pair, setting: Setting, options: argparse.Namespace) -> dict[str, Contestant]:
     """List how transformers takes part: in batches by plain decoding alone."""
-    new = options.tokens
-    found = {THEIR_PLAIN: theirs(pair, setting, new, 0, stops=True)}
+    new, stops = options.tokens, not options.full_length
+    found = {THEIR_PLAIN: theirs(pair, setting, new, 0, stops=stops)}
     if setting.batch > 1:
         return found
     for g in options.gamma:
-        found[f"transformers, lookup {g}"] = theirs(pair, setting, new, g, lookup=True, stops=True)
+        found[f"transformers, lookup {g}"] = theirs(pair, setting, new, g, lookup=True, stops=stops)
     # transformers' assisted generation takes no draft with a reduced vocabulary.
     if pair.draft is not None and not hasattr(pair.draft, "draft_token_ids"):
         for g in options.model_gamma:
-            found[f"transformers, model {g}"] = theirs(pair, setting, new, g, stops=True)
+            found[f"transformers, model {g}"] = theirs(pair, setting, new, g, stops=stops)
     return found
 
 
@@ -334,6 +339,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=96, help="new tokens a prompt at most")
+    parser.add_argument(
+        "--full-length", action="store_true", help="texts end at --tokens alone, see above"
+    )
     parser.add_argument("--prompts", type=int, default=8, help="of each kind, at least 2 batches")
     parser.add_argument(
         "--minutes", type=float, default=1e9, help="begin no prompt after these, a setting"

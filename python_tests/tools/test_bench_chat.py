@@ -32,6 +32,17 @@ def shipped():
     return found
 
 
+@pytest.fixture
+def few_words(monkeypatch, tmp_path):
+    """Prompts of a few words, four of each kind: long ones take most of the time."""
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    for kind in bench.KINDS:
+        texts = [f"{kind} {n}: one two one two one" for n in range(4)]
+        (folder / f"{kind}.yaml").write_text(json.dumps(texts))
+    monkeypatch.setattr(bench, "PROMPTS", folder)
+
+
 def test_the_prompts_are_eight_of_each_kind():
     for kind in bench.KINDS:
         prompts = read_prompts(bench.PROMPTS / f"{kind}.yaml")
@@ -131,7 +142,7 @@ def test_turns_and_their_seconds_by_hand(monkeypatch, shipped):
     assert {name: run.seconds for name, run in runs.items()} == {"one": 8.0, "more": 10.0}
 
 
-def test_smoke(monkeypatch, tmp_path, capsys, shipped):
+def test_smoke(monkeypatch, tmp_path, capsys, shipped, few_words):
     monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
     line = ["--prompts", "3", "--tokens", "4", "--gamma", "2", "--drafters", "suffix", "ngram"]
     line += ["--tree", "4", "--temperature", "0", "--model-gamma", "3"]
@@ -156,7 +167,7 @@ def test_smoke(monkeypatch, tmp_path, capsys, shipped):
     assert "stopped after 8 of 12: 0 minutes are over" in said
 
 
-def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped):
+def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped, few_words):
     monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
     line = ["--prompts", "4", "--tokens", "3", "--gamma", "2", "--drafters", "suffix", "--tree"]
     line += ["0", "--batch", "2", "--temperature", "0.7", "--output", str(tmp_path)]
@@ -177,6 +188,13 @@ def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped):
         "plain", "lookup, renewal", "suffix, renewal", "ngram, renewal", "model, renewal",
         "suffix, else model, renewal", "transformers, lookup 10",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("line, ends", [([], True), (["--full-length"], False)])
+def test_texts_of_full_length_have_no_end(shipped, line, ends):
+    found = bench.contestants(shipped, bench.Setting(1, 0.0), bench.parse(line))
+    mine = [play for play in found.values() if isinstance(play, contestants.Ours)]
+    assert len(mine) > 10 and all((len(play.last) > 0) == ends for play in mine)
 
 
 def outcome(speeds, calls):
