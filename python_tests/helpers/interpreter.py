@@ -84,6 +84,35 @@ def share_block_types(interpreter: Any) -> None:
     block_type.__init__ = init
 
 
+def remember_numbers(interpreter: Any) -> None:
+    """Make the tensor of a number that one is combined with once for every type of the other.
+
+    Kept where the other stays as it is; two tensors of one type are kept together.
+    """
+    semantic, tensor = type(interpreter.interpreter_semantic), interpreter.tl.core.tensor
+    check = semantic.binary_op_type_checking_impl
+    made: dict[Any, Any] = {}  # what a number becomes; two tensors that stay: None
+
+    def key_of(value: Any) -> Any:
+        """What decides how an operand is treated; repr, since 0.0 and -0.0 are equal."""
+        return value.type.name if type(value) is tensor else (type(value), repr(value))
+
+    def check_once(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        if not (left or right):
+            return check(self, lhs, rhs, *args, **options)
+        key = key_of(lhs), key_of(rhs), args, *options.items()
+        if key in made:
+            kept = made[key]
+            return (lhs if left else kept), (rhs if right else kept)
+        found = check(self, lhs, rhs, *args, **options)
+        if left <= (found[0] is lhs) and right <= (found[1] is rhs):
+            made[key] = None if left and right else found[left]
+        return found
+
+    semantic.binary_op_type_checking_impl = check_once
+
+
 @cache
 def speed_up() -> None:
     """Take three quarters off what tests take in it; nothing else depends on this."""
@@ -93,3 +122,4 @@ def speed_up() -> None:
     share_types(interpreter)
     share_block_types(interpreter)
     leave_out_overflow_checks(interpreter)
+    remember_numbers(interpreter)

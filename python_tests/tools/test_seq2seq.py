@@ -169,8 +169,12 @@ class Interruption(Exception):
 
 
 @pytest.mark.thorough
-def test_compiled(tmp_path):
-    """Compiled steps learn what others learn, up to rounding, and save the same weights' names."""
+def test_compiled(tmp_path, monkeypatch):
+    """Compiled steps learn what others learn, up to rounding, and save the same weights' names.
+
+    What is traced runs as it is: generating code for it takes torch two minutes here.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     options = Options(batch_tokens=64, dropout=0.0)
     plain, _ = train_tiny(tmp_path / "plain", Pace(20), options=options)
     compiled, _ = train_tiny(
