@@ -40,10 +40,8 @@ SMALL = {
     "all without replacement": ([-1, 0, 0, 0], [0, 2, 2, 2]),
 }
 LARGE = {
-    "three deep": ([-1, 0, 0, 1, 2, 3, 3], [0, 2, 2, 1, 0, 3, 0]),
-    # Six nodes draw from three tokens. Not the first, which the stand-in runs under traversal: this
-    # one would take it three minutes.
     "two and two": ([-1, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]),
+    "three deep": ([-1, 0, 0, 1, 2, 3, 3], [0, 2, 2, 1, 0, 3, 0]),
     "three wide": ([-1, 0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 3, 0]),
     "mixed kinds": ([-1, 0, 0, 0, 1, 1, 2], [0, 0, 2, 2, 1, 0, 1]),
     "index order against depth": ([-1, 0, 1, 0, 2, 3], [0, 2, 1, 2, 3, 1]),
