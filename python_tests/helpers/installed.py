@@ -52,6 +52,9 @@ def check_complete(folder: str) -> None:
     assert len(wanted) > 50 and wanted <= there, wanted - there
     libraries = {path.name.partition(".")[0] for path in there if path.suffix == ".so"}
     assert {"_C", "_host"} <= libraries <= {"_C", "_C_cuda", "_host"}, libraries
+    assert not [path for path in there if "fibres" in path.name]  # the tests' alone
+    sizes = {wheel.name: wheel.stat().st_size for wheel in CHECKOUT.glob("dist/specdec_ext-*.whl")}
+    assert sizes and ("_C_cuda" in libraries or max(sizes.values()) < 3e6), sizes
     assert dict(describe())["backend cpu"] == "present"
 
 

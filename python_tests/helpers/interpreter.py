@@ -85,13 +85,14 @@ def share_block_types(interpreter: Any) -> None:
 
 
 def remember_numbers(interpreter: Any) -> None:
-    """Make the tensor of a number that one is combined with once for every type of the other.
+    """Make the tensor of a number once for every type of tensor that it is combined with.
 
-    Kept where the other stays as it is; two tensors of one type are kept together.
+    And tell once, for every two types, that an operation takes tensors of them as they are. What
+    changes a tensor, by a cast or a broadcast, is done every time.
     """
     semantic, tensor = type(interpreter.interpreter_semantic), interpreter.tl.core.tensor
     check = semantic.binary_op_type_checking_impl
-    made: dict[Any, Any] = {}  # what a number becomes; two tensors that stay: None
+    made: dict[Any, Any] = {}  # the tensor of the number; None where both operands are tensors
 
     def key_of(value: Any) -> Any:
         """What decides how an operand is treated; repr, since 0.0 and -0.0 are equal."""

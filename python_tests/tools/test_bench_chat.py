@@ -39,6 +39,10 @@ def few_words(monkeypatch, tmp_path):
     folder.mkdir()
     for kind in bench.KINDS:
         texts = [f"{kind} {n}: one two one two one" for n in range(4)]
+        if kind == "chat":  # a conversation
+            said = [("user", "one"), ("assistant", "two")]
+            turns = [{"role": role, "content": content} for role, content in said]
+            texts = [{"messages": [*turns, {"role": "user", "content": text}]} for text in texts]
         (folder / f"{kind}.yaml").write_text(json.dumps(texts))
     monkeypatch.setattr(bench, "PROMPTS", folder)
 
@@ -190,11 +194,22 @@ def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped, few
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line, ends", [([], True), (["--full-length"], False)])
-def test_texts_of_full_length_have_no_end(shipped, line, ends):
-    found = bench.contestants(shipped, bench.Setting(1, 0.0), bench.parse(line))
-    mine = [play for play in found.values() if isinstance(play, contestants.Ours)]
-    assert len(mine) > 10 and all((len(play.last) > 0) == ends for play in mine)
+@pytest.mark.parametrize("line, full", [([], False), (["--full-length"], True)])
+def test_texts_of_full_length_do_not_end_where_the_target_ends_them(
+    monkeypatch, shipped, line, full
+):
+    ids = find_prompts(shipped)[0].ids
+    mask, setting = torch.ones_like(ids), contestants.Setting(1, 0.0)
+    plain = contestants.ours(shipped, setting, 6)(ids, mask, 0).tokens[0]
+    monkeypatch.setattr(shipped.target.generation_config, "eos_token_id", plain[2])
+    line = [*line, *"--tokens 6 --gamma 2 --model-gamma 2 --drafters suffix --tree 4".split()]
+    found = bench.contestants(shipped, setting, bench.parse(line))
+    expected = plain if full else plain[: plain.index(plain[2]) + 1]
+    assert len(expected) == 6 if full else len(expected) < 6
+    assert len(found) == 12
+    assert {name: play(ids, mask, 0).tokens for name, play in found.items()} == dict.fromkeys(
+        found, [expected]
+    )
 
 
 def outcome(speeds, calls):
