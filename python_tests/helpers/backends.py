@@ -212,7 +212,6 @@ ONE_WARP = {
     "test_law.test_many_pairs_of_models": 0,
     "test_errors.test_more_columns_than_counters": 0,
     "test_law.test_block_accepts_at_least_as_much_as_token": 6,  # 20 s each
-    "test_tree_law.test_larger_trees": 5,  # up to 20 s each
     "test_tree_law.test_other_draft_vocabularies": 2,
     # 200,000 draws a call: their noise is that of csrc/core, as on the CPU.
     "test_statistics": 0,
