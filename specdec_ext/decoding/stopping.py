@@ -105,6 +105,8 @@ class Stops:
         request : int
             Which, where criteria are asked.
         """
+        if not self.sequences and not self.criteria and self.tokens.isdisjoint(burst):
+            return None  # nearly always, and asked of every request in every round
         asked = self._criteria_asked(prompt, before, burst, request)
         recent = before[len(before) - min(self._reach, len(before)) :] + burst
         for n, token in enumerate(burst, 1):
