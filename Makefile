@@ -138,7 +138,7 @@ $(TRITON)/ready: $(READY)
 	@touch $@
 
 triton-floor: $(NATIVE) $(TRITON)/ready
-	PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 SPECDEC_FRONT_END=1 $(PY) -m pytest -q $(IN_PARALLEL) \
+	PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 $(PY) -m pytest -q $(IN_PARALLEL) \
 	  python_tests/backends/test_triton_compile.py -k cuda-90
 
 torch-floor: $(READY)

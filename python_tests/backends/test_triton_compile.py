@@ -4,13 +4,11 @@ The interpreter runs kernels as numpy, which takes more than Triton's compiler d
 launches, on CPU tensors whose data nothing reads, go to the compiler alone: the same arguments, so
 the same signatures and specialisations as on a GPU.
 
-It tests the Triton that Python finds; `make triton-floor` runs it with the oldest one supported,
-and there, of variants beyond one of each kernel, the front end alone, where versions differ most.
+It tests the Triton that Python finds; `make triton-floor` runs it with the oldest one supported.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from importlib.util import find_spec
 
@@ -24,7 +22,6 @@ from importlib import import_module
 
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import code_generator
 from triton.runtime import driver
 
@@ -109,26 +106,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
     compiled.setdefault(kernel.__name__, set()).add(made.hash)
 
 
-class Made(Exception):
-    pass
-
-
-def stop(module, *_):
-    raise Made(str(module))
-
-
-def front_end_only(kernel, *args, grid, warmup, **options):
-    try:
-        run(kernel, *args, grid=grid, warmup=True, **options)
-    except Made as made:
-        compiled.setdefault(kernel.__name__, set()).add(str(made))
-    else:
-        raise AssertionError(f"{kernel.__name__} was not stopped")
-
-
-if "front end" in extents:
-    CUDABackend.make_ttir = staticmethod(stop)
-triton.JITFunction.run = front_end_only if "front end" in extents else compile_only
+triton.JITFunction.run = compile_only
 operators = torch.ops.specdec_triton
 f16, bf16, i32 = torch.float16, torch.bfloat16, torch.int32
 filters = dict(
@@ -305,12 +283,8 @@ TARGETS = [
 ]
 
 
-# Set for the oldest Triton: of what goes beyond a variant of each kernel, the front end alone.
-FRONT_END = "SPECDEC_FRONT_END"
-
-
 def test_all_is_compiled_for_the_newest():
-    extents = set(re.findall(r'^if "(.+)" in extents:$', SCRIPT, re.MULTILINE)) - {"front end"}
+    extents = set(re.findall(r'^if "(.+)" in extents:$', SCRIPT, re.MULTILINE))
     compiled = [extent for _, arch, _, *own in TARGETS if arch == "90" for extent in own]
     assert len(compiled) == len(extents) > 4 and set(compiled) == extents
 
@@ -318,8 +292,6 @@ def test_all_is_compiled_for_the_newest():
 @pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: "-".join(target))
 def test_kernels_compile(run_python, target, tmp_path):
-    if FRONT_END in os.environ and "every kernel" not in target:
-        target = (*target, "front end")
     # A cache of its own: what Triton finds in one it does not compile, and no loop is looked at.
     done = run_python(SCRIPT, *target, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr

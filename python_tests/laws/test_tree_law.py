@@ -12,7 +12,8 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import CPU, REFERENCE
+from backends import FIBRES32
+from conftest import REFERENCE
 
 from specdec_ext.contract import rule_names
 from specdec_ext.ops import VerifyTreeResult
@@ -81,7 +82,7 @@ def test_emitted_law_is_the_targets(backend, shape, rule):
 @pytest.mark.parametrize("shape", LARGE)
 def test_larger_trees(operator, shape, rule):
     # Of three tokens, the stand-in for CUDA takes minutes a tree, and it has SMALL ones of three.
-    vocab = 3 if operator is CPU and len(LARGE[shape][0]) <= 6 else 2
+    vocab = 2 if operator is FIBRES32 or len(LARGE[shape][0]) > 6 else 3
     check(operator, law_of(operator.verify_tree, LARGE[shape], rule, vocab=vocab))
 
 
