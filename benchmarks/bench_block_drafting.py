@@ -2,6 +2,7 @@
 
     python benchmarks/bench_block_drafting.py                  # the paper's size, random weights
     python benchmarks/bench_block_drafting.py --model FOLDER   # a trained one
+    python benchmarks/bench_block_drafting.py --draft-vocabulary 8192  # which proposes these alone
     python benchmarks/bench_block_drafting.py --quick          # does it run?
 
 Milliseconds are those of `BlockDrafter.propose` in a round: the decoder's call on the tokens that
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 
 from specdec_ext.decoding import BlockDrafter, Counts, Requests
+from specdec_ext.models.reduced import vocabulary_entries
 from specdec_ext.models.spec_drafter import SpecDrafter, SpecDrafterConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -79,10 +81,14 @@ def build(given: argparse.Namespace) -> SpecDrafter:
     """Return the model that is measured."""
     torch.manual_seed(0)
     if given.model is not None:
-        return SpecDrafter.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2} if given.quick else {}
-    config = SpecDrafterConfig(vocab_size=given.vocabulary, **sizes)
-    return SpecDrafter(config).to(getattr(torch, given.dtype)).eval()
+        model = SpecDrafter.from_pretrained(given.model, dtype=getattr(torch, given.dtype))
+    else:
+        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2} if given.quick else {}
+        config = SpecDrafterConfig(vocab_size=given.vocabulary, **sizes)
+        model = SpecDrafter(config).to(getattr(torch, given.dtype))
+    if given.draft_vocabulary is not None:  # which tokens these are takes no time
+        model = model.with_vocabulary(torch.arange(given.draft_vocabulary))
+    return model.eval()
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -93,6 +99,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, help="folder of a saved Spec-Drafter")
     add("--vocabulary", type=int, default=32_000, help="of a model with random weights (32,000)")
+    add("--draft-vocabulary", type=int, help="tokens that it can propose (all)")
     add("--batch", type=int, default=1)
     add("--source", type=int, default=30, help="tokens of each source (30)")
     add("--prefix", type=int, default=20, help="tokens of each prefix (20)")
@@ -151,9 +158,9 @@ def main(arguments: list[str] | None = None) -> int:
         facts = common.machine_facts()
         about = (
             f"{model.num_parameters():,} parameters, {model.config.num_layers} + "
-            f"{model.config.num_decoder_layers} layers, V = {model.config.vocab_size:,}, batch "
-            f"{given.batch}, source {given.source}, prefix {given.prefix}, {given.dtype}, "
-            f"{given.device}"
+            f"{model.config.num_decoder_layers} layers, V = {model.config.vocab_size:,}, of which "
+            f"it proposes {vocabulary_entries(model):,}, batch {given.batch}, source "
+            f"{given.source}, prefix {given.prefix}, {given.dtype}, {given.device}"
         )
         heading = (
             f"# The cost of a block\n\n`python benchmarks/bench_block_drafting.py`, {about}; "

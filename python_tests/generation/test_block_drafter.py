@@ -42,13 +42,16 @@ class Penalty:
         return torch.where(there, scores - 1.5, scores)
 
 
-def enumerated_law(drafter_of, monkeypatch, rule, process=None):
+def enumerated_law(drafter_of, monkeypatch, rule, process=None, known=None):
     """Exact law of a round of a drafter and `specdec_ext.verify`, over drafts, coins and draws."""
-    return Round(drafter_of, VOCABULARY, process=process).law(monkeypatch, rule)
+    ids = None if known is None else torch.tensor(known)
+    return Round(drafter_of, VOCABULARY, process=process, token_ids=ids).law(monkeypatch, rule)
 
 
-def of_batch(kind=BlockDrafter, **options):
+def of_batch(kind=BlockDrafter, known=None, **options):
     model = spec_drafter(VOCABULARY, block_size=3)
+    if known is not None:
+        model = model.with_vocabulary(torch.tensor(known))
     return lambda rows: kind(model, torch.tensor([[2, 1, 2]]).repeat(rows, 1), **options)
 
 
@@ -58,11 +61,12 @@ def processed(logits, drafted, emitted=None):
     return Penalty()(ids, logits[:, 0])[:, None]
 
 
+@pytest.mark.parametrize("known", [None, [2, 0]], ids=["all tokens", "two of three"])
 @pytest.mark.parametrize("process", [None, processed], ids=["plain", "processed"])
 @pytest.mark.parametrize("rule", RULES)
-def test_exact_law(monkeypatch, rule, process):
+def test_exact_law(monkeypatch, rule, process, known):
     """Slots are independent given the prefix: their marginals are the q of every lossless rule."""
-    check_lossless(enumerated_law(of_batch(), monkeypatch, rule, process))
+    check_lossless(enumerated_law(of_batch(known=known), monkeypatch, rule, process, known))
 
 
 class NeighbouringRow(BlockDrafter):
@@ -70,7 +74,15 @@ class NeighbouringRow(BlockDrafter):
 
     def propose(self, gamma, positions, go_on=None):
         draft = super().propose(gamma, positions, go_on)
-        return Draft(draft.tokens, None if draft.logits is None else draft.logits.roll(1, 1))
+        return draft._replace(logits=None if draft.logits is None else draft.logits.roll(1, 1))
+
+
+class OtherTokens(BlockDrafter):
+    """Says that the entries of its laws are other tokens than those that it drew."""
+
+    def propose(self, gamma, positions, go_on=None):
+        draft = super().propose(gamma, positions, go_on)
+        return draft._replace(token_ids=None if draft.logits is None else draft.token_ids.roll(1))
 
 
 class Unprocessed(BlockDrafter):
@@ -94,20 +106,32 @@ class Dropping(BlockDrafter):
 
 
 @pytest.mark.parametrize(
-    "kind, process", [(NeighbouringRow, None), (Unprocessed, processed)], ids=["row", "processor"]
+    "kind, process, known",
+    [
+        (NeighbouringRow, None, None),
+        (Unprocessed, processed, None),
+        (NeighbouringRow, None, [2, 0]),
+    ],
+    ids=["row", "processor", "row of two of three"],
 )
 @pytest.mark.parametrize("rule", RULES)
-def test_control_another_row_than_the_one_that_was_drawn_from(monkeypatch, rule, kind, process):
-    assert enumerated_law(of_batch(kind), monkeypatch, rule, process).tv > 1e-2
+def test_control_another_row_than_the_one_that_was_drawn_from(
+    monkeypatch, rule, kind, process, known
+):
+    found = enumerated_law(of_batch(kind, known), monkeypatch, rule, process, known)
+    assert found.tv > 1e-2
 
 
 DRAWS = 4_000
 
 
-def emitted_p_value(kind, rule, *, temperature=1.0, **options):
+def emitted_p_value(kind, rule, *, temperature=1.0, known=None, **options):
     """Generate and test the joint law of three tokens, over several rounds."""
     target, _ = tables(4)
-    drafter = kind(spec_drafter(4, block_size=3), torch.tensor([[2, 3, 1]]).repeat(DRAWS, 1))
+    model = spec_drafter(4, block_size=3)
+    if known is not None:
+        model = model.with_vocabulary(torch.tensor(known))
+    drafter = kind(model, torch.tensor([[2, 3, 1]]).repeat(DRAWS, 1))
     sequences, statistics = specdec_ext.generate(
         target, drafter, torch.tensor([[1, 2]]).repeat(DRAWS, 1), max_new_tokens=3, rule=rule,
         temperature=temperature, seeds=torch.arange(DRAWS) * 7919, eos_token_id=(), **options,
@@ -126,14 +150,25 @@ def test_law_over_rounds(rule, gamma):
     assert emitted_p_value(BlockDrafter, rule, gamma=policy) > ALPHA
 
 
-def test_law_under_filters_of_its_own():
+@pytest.mark.parametrize("known", [None, [3, 0, 2]], ids=["all tokens", "three of four"])
+def test_law_under_filters_of_its_own(known):
     options = {"draft_temperature": 0.6, "draft_top_k": 3, "temperature": 0.8}
-    assert emitted_p_value(BlockDrafter, "block", gamma=3, **options) > ALPHA
+    assert emitted_p_value(BlockDrafter, "block", gamma=3, known=known, **options) > ALPHA
 
 
-@pytest.mark.parametrize("kind", [NeighbouringRow, Dropping])
-def test_control_laws_over_rounds(kind):
-    assert emitted_p_value(kind, "block", gamma=2) < ALPHA
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_law_over_rounds_of_a_reduced_vocabulary(rule):
+    policy = ConfidenceStop(3, 0.4)
+    assert emitted_p_value(BlockDrafter, rule, gamma=policy, known=[3, 1]) > ALPHA
+
+
+@pytest.mark.parametrize(
+    "kind, known",
+    [(NeighbouringRow, None), (Dropping, None), (OtherTokens, [3, 0, 2])],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_control_laws_over_rounds(kind, known):
+    assert emitted_p_value(kind, "block", gamma=2, known=known) < ALPHA
 
 
 # --- greedy ---------------------------------------------------------------------------------------
@@ -142,15 +177,19 @@ def test_control_laws_over_rounds(kind):
 BLOCK = 4
 
 
+@pytest.mark.parametrize("known", [None, 40], ids=["all tokens", "40 of 67"])
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 @torch.inference_mode()
-def test_greedy_equals_plain_decoding(name):
+def test_greedy_equals_plain_decoding(name, known):
     """Token by token: rows of unlike length, limits of their own, requests that end early."""
     target, _ = models(name)
     inputs = inputs_of(name)
     limits = [20, 18, 16]
     expected = [plain(target, inputs, b)[: 1 + limit] for b, limit in enumerate(limits)]
-    drafter = BlockDrafter(spec_drafter(67, block_size=BLOCK), **inputs)
+    model = spec_drafter(67, block_size=BLOCK)
+    if known is not None:
+        model = model.with_vocabulary(torch.arange(67).flip(0)[:known])
+    drafter = BlockDrafter(model, **inputs)
     for gamma in (BLOCK, 2):
         found, statistics = specdec_ext.generate(
             encoded(target, **inputs), drafter, start(3), max_new_tokens=limits, gamma=gamma,

@@ -340,6 +340,59 @@ def test_moved_to_a_gpu(model):
         torch.testing.assert_close(found.cpu(), predicted(model).float(), atol=1e-3, rtol=1e-3)
 
 
+# --- reduced vocabularies -------------------------------------------------------------------------
+
+
+SOME = torch.tensor([17, 1, 4, 29, 8])
+
+
+@pytest.mark.parametrize("large", [0, 1 << 20], ids=["in parts", "at once"])
+def test_some_of_the_vocabulary(model, monkeypatch, large, tmp_path):
+    """The laws of the whole drafter, of these tokens: in training, behind a cache, loaded again."""
+    monkeypatch.setattr(module, "_LARGE", large)
+    monkeypatch.setattr(module, "_PART", 2)
+    whole = copy.deepcopy(model).float()
+    fewer = whole.with_vocabulary(SOME)
+    assert fewer.dtype == torch.float32 and not fewer.training
+    assert whole.train().with_vocabulary(SOME).training
+    fewer.save_pretrained(tmp_path)
+    expected = predicted(whole.eval())[..., SOME]
+    for drafter in (fewer, SpecDrafter.from_pretrained(tmp_path)):
+        assert drafter.config.draft_vocab_size == len(SOME)
+        assert torch.equal(drafter.draft_token_ids, SOME)
+        torch.testing.assert_close(predicted(drafter), expected)
+        state = drafter.read(SOURCE, SOURCE_MASK)
+        found = drafter.draft_block(state, PREFIX, Counts(LENGTHS.tolist(), LENGTHS))
+        torch.testing.assert_close(found, expected)
+    with torch.no_grad():  # its output layer is its own
+        fewer.projection.weight.zero_()
+    torch.testing.assert_close(predicted(whole)[..., SOME], expected)
+    assert predicted(fewer).abs().max() == 0
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_reduced_drafter_is_made_where_the_whole_one_is(model, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    moved = copy.deepcopy(model).to(device).with_vocabulary(SOME)
+    assert {value.device.type for value in moved.state_dict().values()} == {device}
+    assert moved.projection.weight.shape == (len(SOME), model.config.d_model)
+
+
+def test_vocabularies_that_do_not_fit(model):
+    for wrong, said in (
+        ([3, 3, 1], r"3 distinct tokens in \[0, 30\), got 2 distinct"),
+        ([3, 30], "some of them outside"),
+        ([-1, 3], "some of them outside"),
+        ([[3, 1]], r"shape \[1, 2\]"),
+        ([], r"draft_vocab_size must be in \[1, 30\], got 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.with_vocabulary(torch.tensor(wrong, dtype=torch.int64))
+    with pytest.raises(ValueError, match="over the target's vocabulary, got one over 5 tokens"):
+        model.with_vocabulary(SOME).with_vocabulary(SOME)
+
+
 # --- from a target --------------------------------------------------------------------------------
 
 SIZES = {"vocab_size": V, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 3}

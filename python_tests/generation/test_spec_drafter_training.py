@@ -110,10 +110,13 @@ class Scripted:
     It remembers what it was called with.
     """
 
-    def __init__(self, block_size, vocabulary=12):
+    def __init__(self, block_size, vocabulary=12, known=None):
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(40, vocabulary, generator=generator)
-        self.config = SimpleNamespace(block_size=block_size, decoder_start_token_id=0)
+        self.config = SimpleNamespace(
+            block_size=block_size, decoder_start_token_id=0, vocab_size=vocabulary
+        )
+        self.draft_token_ids = None if known is None else torch.tensor(known)
         self.calls, self.encoded = [], 0
 
     def get_encoder(self):
@@ -129,7 +132,9 @@ class Scripted:
         if given["slots"].shape[1] > self.config.block_size:  # the prefix's own tokens, too
             own = torch.arange(given["prefix_ids"].shape[1]).expand(len(places), -1)
             places = torch.cat([own, places], 1)
-        return SimpleNamespace(logits=self.table[places[given["slots"]]])
+        logits = self.table[places[given["slots"]]]
+        known = self.draft_token_ids
+        return SimpleNamespace(logits=logits if known is None else logits[:, known])
 
 
 def equation_5(model, label, p, k, shown=()):
@@ -280,6 +285,46 @@ def test_slots_and_states_that_were_encoded_before():
     torch.testing.assert_close(asked, whole[slots])
     with pytest.raises(ValueError, match="expected input_ids or encoder_outputs, got neither"):
         model(**given)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5], ids=["slots", "prefixes"])
+def test_tokens_that_the_drafter_does_not_know(monkeypatch, weight):
+    """They are read and shown, count as wrong in glancing, and are not predicted."""
+    import specdec_ext.models.spec_drafter_training as training
+
+    prefixes, known = [2, 0, 1], [9, 1, 5]
+    monkeypatch.setattr(training, "sample_prefix_lengths", lambda *_: torch.tensor(prefixes))
+    glanced, glance = [], training.glance
+    monkeypatch.setattr(
+        training, "glance", lambda *given: glanced.append(given[:2]) or glance(*given)
+    )
+    model = Scripted(block_size=3, known=known)
+    found = spec_drafter_loss(
+        model, torch.ones(3, 2), None, LABELS, ratio=0.7, prefix_weight=weight,
+        generator=torch.Generator().manual_seed(3),
+    )  # fmt: skip
+    ((targets, guessed),) = glanced
+    likeliest = torch.tensor(known)[model.table[:, known].argmax(-1)]
+    places = torch.tensor(prefixes)[:, None] + torch.arange(3)
+    assert torch.equal(guessed, torch.where(targets == NONE, NONE, likeliest[places]))
+    assert not torch.isin(targets, torch.tensor([*known, NONE])).all()  # there are others
+
+    def terms(label, start, end, shown=()):
+        laws = model.table[:, known].double().log_softmax(-1)
+        return [
+            -laws[i, known.index(label[i])].item()
+            for i in range(start, min(end, len(label)))
+            if i - start not in shown and label[i] in known
+        ]
+
+    shown = [[i for i, t in enumerate(row) if t != MASKED] for row in model.calls[-1]["block_ids"]]
+    rows = list(zip(LABELS.tolist(), prefixes, shown, strict=True))
+    block = [term for label, p, seen in rows for term in terms(label, p, p + 3, seen)]
+    own = [term for label, p, _ in rows for term in terms(label, 0, p + 1)]
+    assert block and own
+    expected = sum(block) / len(block) + weight * sum(own) / len(own)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    assert spec_drafter_loss(Scripted(3, known=[11]), torch.ones(3, 2), None, LABELS) == 0
 
 
 def test_label_smoothing(monkeypatch):

@@ -1,5 +1,6 @@
 """`python benchmarks/pair/seq2seq`: prepare, train, evaluate, and what the gates say."""
 
+import collections
 import json
 import shutil
 import sys
@@ -136,6 +137,17 @@ def test_the_command(tmp_path, capsys):
     assert more_of.config.dropout_rate == 0.3 and more_of.config.block_size == 4
     change = (more_of.shared.weight - own.shared.weight).norm()
     assert 0 < change < 0.5 * (own.shared.weight - scratch.shared.weight).norm()
+    # It may propose the commonest tokens only; its other weights stay as they were.
+    assert main([*more, "--name", "few", "--vocabulary", "5"]) == 0
+    few = load_drafter(tmp_path / "work", "few")
+    texts = load_prepared(tmp_path / "work")[1]["train"].targets
+    counts = collections.Counter(token for text in texts for token in text)
+    assert few.config.draft_vocab_size == len(few.draft_token_ids) == 5
+    assert min(counts[t] for t in few.draft_token_ids.tolist()) >= sorted(counts.values())[-5]
+    change = (few.projection.weight - own.shared.weight[few.draft_token_ids]).norm()
+    assert 0 < change < 0.5 * own.shared.weight[few.draft_token_ids].norm()
+    assert main([*more, "--name", "few", "--vocabulary", "4096"]) == 1
+    assert "--vocabulary must be in [1, " in capsys.readouterr().err
     assert main([*drafter, "--name", "more", "--start", "small", "--from-target"]) == 1
     assert "leave out --block, --from-target" in capsys.readouterr().err
     again = load_family(tmp_path / "work")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..decoding.checks import integer
@@ -53,6 +54,39 @@ def keep_tokens(model: Any, draft_token_ids: Tensor) -> Tensor:
         )
     own.copy_(ids)
     return ids
+
+
+def entries_of_tokens(
+    tokens: Tensor, draft_token_ids: Tensor | None, vocab_size: int, none: int
+) -> Tensor:
+    """Return which entries of a model's rows tokens are.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        int64, the target's tokens, and ``none`` where there is none.
+    draft_token_ids : Tensor or None
+        ``[Vd]``. None: entry i is token i.
+    vocab_size : int
+        V.
+    none : int
+        Negative: what tokens become that are not among the model's.
+
+    Returns
+    -------
+    Tensor
+        As ``tokens``.
+
+    Examples
+    --------
+    >>> entries_of_tokens(torch.tensor([4, 7, -1, 2]), torch.tensor([2, 4]), 8, none=-1)
+    tensor([ 1, -1, -1,  0])
+    """
+    if draft_token_ids is None:
+        return tokens
+    entries = torch.full((vocab_size,), none, device=tokens.device)
+    entries[draft_token_ids] = torch.arange(len(draft_token_ids), device=tokens.device)
+    return torch.where(tokens == none, none, entries[tokens.clamp(min=0)])
 
 
 def logits_of_tokens(

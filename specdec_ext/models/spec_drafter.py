@@ -26,6 +26,8 @@ from ..decoding.counts import Counts
 from ..tree_masks import additive_mask
 from .block_decoder import BlockDecoder
 from .prefix_cache import PrefixCache, block_mask
+from .reduced import keep_tokens, vocabulary_entries
+from .t5_targets import BIASES, OF_A_LAYER, OF_THE_ENCODER, check_sizes, check_target
 
 __all__ = ["MASKED", "BlockState", "SpecDrafter", "SpecDrafterConfig"]
 
@@ -35,21 +37,10 @@ MASKED = -1
 # The fewest slots that are projected onto the vocabulary: BLAS libraries take other kernels for
 # fewer rows, which round otherwise. From here on a row had the same bits among any number of them.
 _FEWEST_SLOTS = 4
-# A float32 matrix of more entries than this lies in no cache of a CPU. There some rows at a time
-# cost a quarter less than all at once (MKL, 25 slots, 32,000 tokens), with the same bits.
-_LARGE, _PART = 1 << 22, 1024
-
-# What layers of a target, and what all of its encoder, must share with those of a drafter, so that
-# their weights mean the same here.
-_OF_A_LAYER = ("d_model", "d_kv", "d_ff", "num_heads", "feed_forward_proj", "layer_norm_epsilon")
-_OF_THE_ENCODER = (
-    "vocab_size",
-    *_OF_A_LAYER,
-    "num_layers",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-)
-_BIASES = "relative_attention_bias.weight"
+# A float32 matrix of more entries than this lies in no cache of a CPU's core. There some rows at a
+# time cost a quarter less than all at once (MKL, 25 slots, 3,072 to 32,000 tokens of 512 entries),
+# with the same bits.
+_LARGE, _PART = 1 << 20, 1024
 
 
 class SpecDrafterConfig(T5Config):
@@ -69,6 +60,8 @@ class SpecDrafterConfig(T5Config):
         Buckets of the decoder's relative positions. Half are for tokens to the left and half for
         those to the right, and half of each are for exact distances: 128 tell 32 positions on
         either side apart, which is more than a block of 25 has. (T5's 32 would tell 8.)
+    draft_vocab_size : int, optional
+        Vd, the tokens that can be proposed; see `SpecDrafter.with_vocabulary`. None: all.
     **kwargs
         As of `transformers.T5Config`.
     """
@@ -79,6 +72,7 @@ class SpecDrafterConfig(T5Config):
     num_decoder_layers: int | None = 2
     block_size: int = 25
     decoder_relative_attention_num_buckets: int = 128
+    draft_vocab_size: int | None = None
     decoder_start_token_id: int = 0
 
 
@@ -137,7 +131,7 @@ class SpecDrafter(T5PreTrainedModel):
       would let the prefix see the slots, and would have to run all of it in every round.)
     - A slot's input is the embedding of [MASK] and one of its place in the block: T5 adds no
       positions to embeddings, and without them the first layer's queries would all be the same.
-      [MASK] is a vector of its own and no id: the drafter's vocabulary is the target's.
+      [MASK] is a vector of its own and no id: the drafter reads the target's vocabulary.
     - Relative positions in the decoder are bidirectional, see `SpecDrafterConfig`.
 
     Parameters
@@ -145,11 +139,19 @@ class SpecDrafter(T5PreTrainedModel):
     config : SpecDrafterConfig
         Sizes.
 
+    Attributes
+    ----------
+    draft_token_ids : Tensor or None
+        ``[Vd]`` int64, the target's token of each entry of a reduced vocabulary, saved with the
+        weights; None: entry i is token i.
+    projection : torch.nn.Linear or None
+        The output layer of a reduced vocabulary. None: the embeddings, ``shared``, are that too.
+
     Raises
     ------
     ValueError
         A block of less than 1 slot; fewer than 4 buckets of relative positions, or more than four
-        times the largest distance.
+        times the largest distance; ``draft_vocab_size`` not in [1, ``vocab_size``].
 
     Examples
     --------
@@ -164,6 +166,7 @@ class SpecDrafter(T5PreTrainedModel):
 
     config_class = SpecDrafterConfig
     config: SpecDrafterConfig
+    draft_token_ids: Tensor | None
     _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}
 
     def __init__(self, config: SpecDrafterConfig) -> None:
@@ -188,6 +191,9 @@ class SpecDrafter(T5PreTrainedModel):
         )
         of_decoder.relative_attention_num_buckets = config.decoder_relative_attention_num_buckets
         self.decoder = BlockDecoder(of_decoder)
+        entries, reduced = vocabulary_entries(self), config.draft_vocab_size is not None
+        self.register_buffer("draft_token_ids", torch.arange(entries) if reduced else None)
+        self.projection = nn.Linear(config.d_model, entries, bias=False) if reduced else None
         self.post_init()
 
     @torch.no_grad()
@@ -195,7 +201,9 @@ class SpecDrafter(T5PreTrainedModel):
         """Initialise a module: as T5 does, and embeddings of [MASK] and of slots as of tokens."""
         super()._init_weights(module)
         if isinstance(module, SpecDrafter):
-            embeddings = module.shared.weight, module.mask_embedding, module.slot_embedding.weight
+            embeddings = [module.shared.weight, module.mask_embedding, module.slot_embedding.weight]
+            if module.projection is not None:  # of order 1 as well, see `_project`
+                embeddings.append(module.projection.weight)
             for weight in embeddings:
                 init.normal_(weight, mean=0.0, std=self.config.initializer_factor)
 
@@ -236,11 +244,11 @@ class SpecDrafter(T5PreTrainedModel):
         >>> torch.equal(drafter.shared.weight, target.shared.weight)
         True
         """
-        _check_target("from_target", target)
+        check_target("from_target", target)
         own = ("dropout_rate", "pad_token_id", "eos_token_id", "decoder_start_token_id")
         of_target = {
             name: value
-            for name in (*_OF_THE_ENCODER, *own)
+            for name in (*OF_THE_ENCODER, *own)
             if (value := getattr(target.config, name, None)) is not None
         }
         drafter = cls(SpecDrafterConfig(**{**of_target, **changes}))
@@ -263,8 +271,8 @@ class SpecDrafter(T5PreTrainedModel):
         ValueError
             An encoder of another shape; the message says what was expected.
         """
-        _check_target("init_encoder_from", target)
-        _check_sizes("init_encoder_from", "encoder", self.config, target.config, _OF_THE_ENCODER)
+        check_target("init_encoder_from", target)
+        check_sizes("init_encoder_from", "encoder", self.config, target.config, OF_THE_ENCODER)
         self.encoder.load_state_dict(target.get_encoder().state_dict())
         self.shared.weight.copy_(target.get_input_embeddings().weight)
 
@@ -303,8 +311,8 @@ class SpecDrafter(T5PreTrainedModel):
         >>> torch.equal(last[0].q.weight, last[1].q.weight)
         True
         """
-        _check_target("init_decoder_from", target)
-        _check_sizes("init_decoder_from", "decoder", self.config, target.config, _OF_A_LAYER)
+        check_target("init_decoder_from", target)
+        check_sizes("init_decoder_from", "decoder", self.config, target.config, OF_A_LAYER)
         own, others = self.decoder.block, target.decoder.block
         if len(others) < len(own):
             raise ValueError(
@@ -317,12 +325,67 @@ class SpecDrafter(T5PreTrainedModel):
                 {
                     name: weight
                     for name, weight in others[round(place * step)].state_dict().items()
-                    if not name.endswith(_BIASES)
+                    if not name.endswith(BIASES)
                 },
                 strict=False,
             )
         self.decoder.final_layer_norm.load_state_dict(target.decoder.final_layer_norm.state_dict())
         self.decoder.copy_biases_from(target.decoder)
+
+    @torch.no_grad()
+    def with_vocabulary(self, draft_token_ids: Tensor) -> SpecDrafter:
+        """Return a copy that proposes some of the tokens only, and is as much faster.
+
+        Its output layer, which is most of what a slot costs, has the rows of these tokens and no
+        others; it still reads every token. Its laws are this drafter's, given that the token is one
+        of these, and what is emitted has the target's law as before: a token that the drafter does
+        not know is one that it proposes with probability 0. It may be trained further, or first.
+
+        The most frequent tokens are what to choose (Zhao et al., "FR-Spec", arXiv 2502.14856, do so
+        for draft models of a large vocabulary). Where the end token is left out, no draft reaches
+        beyond it.
+
+        Parameters
+        ----------
+        draft_token_ids : Tensor
+            ``[Vd]`` int64, distinct tokens of the target.
+
+        Returns
+        -------
+        SpecDrafter
+            On the same device, of the same dtype, in the same mode.
+
+        Raises
+        ------
+        ValueError
+            Not one or more distinct tokens of the target; a drafter whose vocabulary is reduced.
+
+        Examples
+        --------
+        >>> config = SpecDrafterConfig(
+        ...     vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=1, block_size=5
+        ... )
+        >>> model = SpecDrafter(config).eval()
+        >>> some = model.with_vocabulary(torch.tensor([1, 9, 7]))
+        >>> source, prefix = torch.tensor([[7, 8, 1]]), torch.tensor([[0, 7]])
+        >>> whole, fewer = (m(source, prefix_ids=prefix).logits for m in (model, some))
+        >>> fewer.shape, bool((whole[..., [1, 9, 7]] - fewer).abs().max() < 1e-5)
+        (torch.Size([1, 5, 3]), True)
+        """
+        if self.draft_token_ids is not None:
+            raise ValueError(
+                "with_vocabulary: expected a drafter over the target's vocabulary, got one over "
+                f"{len(self.draft_token_ids)} tokens of it"
+            )
+        config = copy.deepcopy(self.config)
+        config.draft_vocab_size = draft_token_ids.numel()
+        new: Any = type(self)(config)
+        made: SpecDrafter = new.to(device=self.device, dtype=self.dtype).train(self.training)
+        ids = keep_tokens(made, draft_token_ids).to(self.device)
+        made.load_state_dict(self.state_dict(), strict=False)
+        assert made.projection is not None
+        made.projection.weight.copy_(self.shared.weight[ids])
+        return made
 
     # ---- running --------------------------------------------------------------------------------
 
@@ -331,7 +394,7 @@ class SpecDrafter(T5PreTrainedModel):
         return self.encoder
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """Return the embeddings of tokens, which are also the output layer's weights."""
+        """Return the embeddings of tokens; of the whole vocabulary, the output layer's, too."""
         return self.shared
 
     def set_input_embeddings(self, value: Any) -> None:
@@ -377,7 +440,8 @@ class SpecDrafter(T5PreTrainedModel):
         -------
         Seq2SeqLMOutput
             ``logits`` ``[B, k, V]``, of the tokens behind the prefix; with ``slots`` ``[N, V]``, of
-            the N places that were asked for, row by row.
+            the N places that were asked for, row by row. Vd in place of V where the vocabulary is
+            reduced.
 
         Raises
         ------
@@ -475,7 +539,7 @@ class SpecDrafter(T5PreTrainedModel):
         Returns
         -------
         Tensor
-            ``[B, wanted, V]`` logits.
+            ``[B, wanted, V]`` logits, or ``[B, wanted, Vd]``.
 
         Raises
         ------
@@ -571,9 +635,10 @@ class SpecDrafter(T5PreTrainedModel):
         return hidden
 
     def _project(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[B, k, V]`` of slots' states."""
+        """Return the logits ``[B, k, V]`` or ``[B, k, Vd]`` of slots' states."""
         # Embeddings, of order 1, as the output layer: T5 scales its input.
-        scaled, weight = hidden * self.config.d_model**-0.5, self.shared.weight
+        scaled = hidden * self.config.d_model**-0.5
+        weight = (self.shared if self.projection is None else self.projection).weight
         is_slow = weight.is_cpu and weight.dtype == torch.float32 and weight.numel() > _LARGE
         if not is_slow or hidden[..., 0].numel() == 1 or torch.is_grad_enabled():
             return nn.functional.linear(scaled, weight)
@@ -586,30 +651,3 @@ def _source_mask(attention_mask: Tensor | None, dtype: torch.dtype) -> Tensor | 
     if attention_mask is None:
         return None
     return additive_mask(attention_mask[:, None, None].bool(), dtype)
-
-
-def _check_sizes(
-    name: str, part: str, config: T5Config, other: T5Config, sizes: Sequence[str]
-) -> None:
-    """Refuse a target whose encoder or decoder has other sizes than a drafter's."""
-    differing = [
-        (size, getattr(config, size), getattr(other, size, None))
-        for size in sizes
-        if getattr(config, size) != getattr(other, size, None)
-    ]
-    if differing:
-        wanted = ", ".join(f"{size}={own}" for size, own, _ in differing)
-        found = ", ".join(f"{size}={value}" for size, _, value in differing)
-        raise ValueError(
-            f"{name}: the target's {part} must have {wanted}, as this drafter's has, got {found}"
-        )
-
-
-def _check_target(name: str, target: Any) -> None:
-    """Refuse a model that has no T5 encoder."""
-    encoder = getattr(target, "get_encoder", lambda: None)()
-    if not isinstance(encoder, T5Stack):
-        raise TypeError(
-            f"{name}: the target must be a T5 encoder-decoder (the drafter's layers are T5's), got "
-            f"{type(target).__name__}"
-        )

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..decoding.checks import integer, number_in
+from .reduced import entries_of_tokens
 from .spec_drafter import MASKED, SpecDrafter
 
 __all__ = [
@@ -210,7 +211,8 @@ def spec_drafter_loss(
 
     It is the negative log-probability of the tokens behind the slots that are masked, as a mean
     over the tokens of the batch (the paper prints the sum of one text). Slots that show their token
-    are not predicted.
+    are not predicted, nor are tokens that are none of the drafter's, where its vocabulary is
+    reduced; a batch without any other has a loss of 0.
 
     Equation 5 asks for all k tokens of a block alike, and a draft is accepted up to its first wrong
     token: the first slots decide what it is worth, and are a small part of the loss. Two options
@@ -297,20 +299,23 @@ def spec_drafter_loss(
         return logits
 
     block_ids = torch.full_like(block.targets, MASKED)
+    ids, vocabulary = model.draft_token_ids, model.config.vocab_size
     if ratio > 0.0:
         with torch.no_grad():
-            guessed = block.targets.masked_scatter(exists, predict(block_ids, exists).argmax(-1))
+            best = predict(block_ids, exists).argmax(-1)
+        guessed = block.targets.masked_scatter(exists, best if ids is None else ids[best])
         block_ids = glance(block.targets, guessed, ratio, generator)
-    asked = (block_ids == MASKED) & exists
-    wanted = block.targets
+    wanted = entries_of_tokens(block.targets, ids, vocabulary, none=IGNORED)
+    asked = (block_ids == MASKED) & (wanted != IGNORED)
     slots = torch.arange(wanted.shape[1], dtype=torch.float64, device=wanted.device)
-    weights = slot_decay**slots * asked
-    shares = (weights / weights.sum()).float()
+    shares = _shares(slot_decay**slots * asked)
     if prefix_weight > 0.0:
         width = block.prefix_ids.shape[1]
+        own = entries_of_tokens(labels[:, :width], ids, vocabulary, none=IGNORED)
         known = torch.arange(width, device=wanted.device) < block.prefix_lengths[:, None]
-        wanted = torch.cat([labels[:, :width], wanted], 1)
-        shares = torch.cat([prefix_weight * known / known.sum(), shares], 1)
+        known &= own != IGNORED
+        wanted = torch.cat([own, wanted], 1)
+        shares = torch.cat([prefix_weight * _shares(known.double()), shares], 1)
         asked = torch.cat([known, asked], 1)
     losses = torch.nn.functional.cross_entropy(
         predict(block_ids, asked).float(),
@@ -319,3 +324,8 @@ def spec_drafter_loss(
         reduction="none",
     )
     return (losses * shares[asked]).sum()
+
+
+def _shares(weights: Tensor) -> Tensor:
+    """Return float64 weights as parts of their sum, in float32; zeros where all are 0."""
+    return (weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)).float()

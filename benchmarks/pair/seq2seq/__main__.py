@@ -46,6 +46,7 @@ from pair.seq2seq.block_drafter import (  # noqa: E402
     DrafterOptions,
     build_drafter,
     drafting_loss,
+    frequent_tokens,
     load_drafter,
     tokens_per_call,
 )
@@ -140,9 +141,22 @@ def load_written(
 
 
 def begun_drafter(
+    given: argparse.Namespace,
+    target: T5ForConditionalGeneration,
+    options: DrafterOptions,
+    pairs: Pairs,
+) -> SpecDrafter:
+    """Return what a training begins with: a drafter, with the commonest tokens of the texts."""
+    model = whole_drafter(given, target, options)
+    if given.vocabulary is None:
+        return model
+    return model.with_vocabulary(frequent_tokens(pairs, given.vocabulary))
+
+
+def whole_drafter(
     given: argparse.Namespace, target: T5ForConditionalGeneration, options: DrafterOptions
 ) -> SpecDrafter:
-    """Return what a training begins with: a new drafter, or one that goes on from another's."""
+    """Return a new drafter, or one that goes on from another's weights."""
     shape = ("block", "encoder_layers", "decoder_layers", "from_target")
     if given.start:
         if wrong := [name for name in shape if getattr(given, name)]:
@@ -180,13 +194,14 @@ def run_drafter(given: argparse.Namespace) -> int:
         prefixes=given.prefixes,
         slot_decay=given.slot_decay,
         prefix_weight=given.prefix_weight,
+        vocabulary=given.vocabulary,
         written=given.written,
         beams=given.beams,
     )
-    model = begun_drafter(given, target, options)
     pairs = family.splits["train"]
     if given.written:
         pairs = load_written(given, target, pairs)
+    model = begun_drafter(given, target, options, pairs)
     report = train(
         given.name,
         model,
@@ -326,6 +341,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--encoder-layers", type=int,
         help=f"({ENCODER_LAYERS}, or as many as the target has)")  # fmt: skip
     add("--decoder-layers", type=int, help=f"({DECODER_LAYERS})")
+    add("--vocabulary", type=int, help="the commonest tokens, which alone it can propose (all)")
     add("--from-target", nargs="?", const=ENCODER, choices=(ENCODER, BOTH),
         help=f"begin with the target's {ENCODER}, or layers of its decoder as well")  # fmt: skip
     add("--lr-scale", type=float, default=Options.lr_scale,

@@ -49,8 +49,9 @@ class DrafterOptions(Options):
 
     ``first_ratio`` and ``last_ratio`` are those of glancing at the two ends of the training; a text
     is learned behind so many random ``prefixes`` in a step; ``slot_decay`` and ``prefix_weight``
-    are those of `spec_drafter_loss`;
-    ``written`` sources have the target's own texts, from a search with ``beams``.
+    are those of `spec_drafter_loss`; so many of the texts' commonest tokens are the drafter's
+    ``vocabulary`` (None: all tokens); ``written`` sources have the target's own texts, from a
+    search with ``beams``.
     """
 
     first_ratio: float = 0.5
@@ -58,6 +59,7 @@ class DrafterOptions(Options):
     prefixes: int = 1
     slot_decay: float = 1.0
     prefix_weight: float = 0.0
+    vocabulary: int | None = None
     written: int = 0
     beams: int = 5
 
@@ -83,6 +85,21 @@ def build_drafter(
         return SpecDrafter.from_target(target, num_layers=encoder_layers, **own)
     shared = {name: getattr(target.config, name) for name in SHARED}
     return SpecDrafter(SpecDrafterConfig(**shared, num_layers=encoder_layers, **own))
+
+
+def frequent_tokens(pairs: Pairs, number: int) -> Tensor:
+    """Return the tokens that come most often in the targets, as many as asked for, in order.
+
+    Raises
+    ------
+    ValueError
+        More than there are in them.
+    """
+    counts = torch.bincount(torch.tensor([token for text in pairs.targets for token in text]))
+    there = int((counts > 0).sum())
+    if not 1 <= number <= there:
+        raise ValueError(f"--vocabulary must be in [1, {there}], the texts' tokens, got {number}")
+    return counts.argsort(descending=True, stable=True)[:number].sort().values
 
 
 def drafting_loss(

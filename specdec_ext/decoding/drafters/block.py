@@ -11,6 +11,7 @@ from torch import Tensor
 from ..checks import integer, shown
 from ..counts import Counts
 from . import Draft, GoOn, Requests, lengthened, without_padding
+from .hosted import reduced_vocabulary
 
 __all__ = ["BlockDrafter", "is_block_model"]
 
@@ -43,7 +44,8 @@ class BlockDrafter:
     Parameters
     ----------
     model : SpecDrafter
-        Over the target's tokens.
+        Over the target's tokens, or some of them: one with ``draft_token_ids`` ``[Vd]`` gives
+        logits over these only, and its laws are passed on by `Draft.token_ids`.
     input_ids : Tensor
         ``[B, S]`` int64, what its encoder reads, in the order of the batch.
     attention_mask : Tensor, optional
@@ -155,15 +157,17 @@ class BlockDrafter:
             logits = logits.float()
         self._pending = self._pending[:, :0]
         self._counts = Counts.full(len(positions), 0, positions.device)
-        if self._requests.greedy and self._requests.process is None and go_on is None:
+        ids = reduced_vocabulary(self.model)
+        is_same = self._requests.process is None or ids is not None  # rows are not processed
+        if self._requests.greedy and is_same and go_on is None:
             # On a CPU torch finds the largest of half-precision numbers four times as slowly.
-            tokens, laws = logits.float().argmax(-1), logits
+            best, laws = logits.float().argmax(-1), logits
+            tokens = best if ids is None else ids[best]
         else:
-            drawn, rows = self._requests.draw_independent(logits, positions, go_on)
+            drawn, rows = self._requests.draw_independent(logits, positions, go_on, token_ids=ids)
             tokens = torch.stack(drawn, 1)
-            is_same = self._requests.process is None  # the rows, which then need no copy
             laws = logits[:, : len(rows)] if is_same else torch.stack(rows, 1)
-        return Draft(tokens, laws if self._requests.needs_law else None)
+        return Draft(tokens, laws, token_ids=ids) if self._requests.needs_law else Draft(tokens)
 
     def commit(self, tokens: Tensor, accepted: Counts) -> None:
         """Note what verification emitted; the next round's call takes it in."""
