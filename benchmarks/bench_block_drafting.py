@@ -2,7 +2,8 @@
 
     python benchmarks/bench_block_drafting.py                  # the paper's size, random weights
     python benchmarks/bench_block_drafting.py --model FOLDER   # a trained one
-    python benchmarks/bench_block_drafting.py --draft-vocabulary 8192  # which proposes these alone
+    python benchmarks/bench_block_drafting.py --draft-vocabulary 8192 --packed  # which proposes
+                                                               # these alone; weights packed
     python benchmarks/bench_block_drafting.py --quick          # does it run?
 
 Milliseconds are those of `BlockDrafter.propose` in a round: the decoder's call on the tokens that
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from specdec_ext.decoding import BlockDrafter, Counts, Requests
+from specdec_ext.decoding import BlockDrafter, Counts, Requests, pack_linears
 from specdec_ext.models.reduced import vocabulary_entries
 from specdec_ext.models.spec_drafter import SpecDrafter, SpecDrafterConfig
 
@@ -88,6 +89,8 @@ def build(given: argparse.Namespace) -> SpecDrafter:
         model = SpecDrafter(config).to(getattr(torch, given.dtype))
     if given.draft_vocabulary is not None:  # which tokens these are takes no time
         model = model.with_vocabulary(torch.arange(given.draft_vocabulary))
+    if given.packed:
+        pack_linears(model)
     return model.eval()
 
 
@@ -100,6 +103,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", type=Path, help="folder of a saved Spec-Drafter")
     add("--vocabulary", type=int, default=32_000, help="of a model with random weights (32,000)")
     add("--draft-vocabulary", type=int, help="tokens that it can propose (all)")
+    add("--packed", action="store_true", help="weights packed by oneDNN (float32 on a CPU)")
     add("--batch", type=int, default=1)
     add("--source", type=int, default=30, help="tokens of each source (30)")
     add("--prefix", type=int, default=20, help="tokens of each prefix (20)")
@@ -160,7 +164,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"{model.num_parameters():,} parameters, {model.config.num_layers} + "
             f"{model.config.num_decoder_layers} layers, V = {model.config.vocab_size:,}, of which "
             f"it proposes {vocabulary_entries(model):,}, batch {given.batch}, source "
-            f"{given.source}, prefix {given.prefix}, {given.dtype}, {given.device}"
+            f"{given.source}, prefix {given.prefix}, {given.dtype}{' packed' * given.packed}, "
+            f"{given.device}"
         )
         heading = (
             f"# The cost of a block\n\n`python benchmarks/bench_block_drafting.py`, {about}; "

@@ -25,14 +25,15 @@ by a step is left to those after it.
 
 Where a GPU is lent for minutes, and commands of a few minutes each, build elsewhere: with the same
 Python, torch and nvcc, ``SPECDEC_CUDA=1 python setup.py build_ext --inplace``, and copy
-``specdec_ext/*.so`` into a folder that travels with the tree, ``.gpu`` here. Then two commands do:
+``specdec_ext/*.so`` into a folder that travels with the tree, ``.gpu`` here. Then two commands do,
+which fit into a loan of 15 minutes (with more time give them more):
 
-    python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-checks \\
-        --steps build info smoke memcheck racecheck tests
-    python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 530 --out "$OUT" --suffix=-bench \\
-        --steps build info peers trees attention bench
+    python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 300 --out "$OUT" --suffix=-bench \\
+        --steps build info smoke trees attention bench
+    python3 benchmarks/gpu/report.py --prebuilt .gpu --budget-s 380 --out "$OUT" --suffix=-checks \\
+        --steps build info memcheck racecheck tests
 
-and ``--merge CHECKS.json BENCH.json`` makes one report of theirs. On the first machine, an H200
+and ``--merge BENCH.json CHECKS.json`` makes one report of theirs. On the first machine, an H200
 with 16 cores, a start took 35 seconds, the smoke test of CUDA 10, the bench without other packages
 30, trees 25, either sanitizer less than 95 beside the tests. Of 1,400 tests, 120 seconds reached
 860: ``--tests "python_tests/backends/test_gpu.py -k cuda"`` chooses those of the CUDA kernels.

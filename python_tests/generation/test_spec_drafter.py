@@ -14,7 +14,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from specdec_ext.decoding import Counts
+from specdec_ext.decoding import Counts, pack_linears, packed
 from specdec_ext.models import spec_drafter as module
 from specdec_ext.models.prefix_cache import block_mask
 from specdec_ext.models.spec_drafter import (
@@ -368,6 +368,22 @@ def test_some_of_the_vocabulary(model, monkeypatch, large, tmp_path):
         fewer.projection.weight.zero_()
     torch.testing.assert_close(predicted(whole)[..., SOME], expected)
     assert predicted(fewer).abs().max() == 0
+
+
+@torch.inference_mode(False)
+def test_packed_weights(model, monkeypatch):
+    """`pack_linears` reaches the output layer of a reduced vocabulary, and a layer of others."""
+    monkeypatch.setattr(packed, "_SMALLEST", 1)
+    whole = copy.deepcopy(model).float()
+    fewer = whole.with_vocabulary(SOME)
+    pack_linears(fewer)
+    used = []
+    monkeypatch.setattr(
+        packed.PackedLinear, "_may_use_packed", lambda layer, x: used.append(layer) or True
+    )
+    found = predicted(fewer)
+    assert fewer.projection in used and fewer.decoder.block[0].layer[0].SelfAttention.q in used
+    torch.testing.assert_close(found, predicted(whole)[..., SOME], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -14,9 +14,13 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_block_drafting as command  # noqa: E402
 import common  # noqa: E402
 
+from specdec_ext.decoding import packed as packed_layers  # noqa: E402
 
-@pytest.mark.parametrize("entries", [None, 300])
-def test_the_command(tmp_path, capsys, monkeypatch, entries):
+
+@pytest.mark.parametrize(
+    "entries, packed", [(None, False), (300, False), (300, True)], ids=["whole", "part", "packed"]
+)
+def test_the_command(tmp_path, capsys, monkeypatch, entries, packed):
     """Blocks of all sizes, of a whole vocabulary and of a part, whose tokens they are then."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     proposed = []
@@ -26,11 +30,15 @@ def test_the_command(tmp_path, capsys, monkeypatch, entries):
     )
     part = [] if entries is None else ["--draft-vocabulary", str(entries)]
     options = ["--quick", "--vocabulary", "2000", "--device", "cpu", "--record", "block", *part]
+    if packed:
+        monkeypatch.setattr(packed_layers, "_SMALLEST", 1)
+        options.append("--packed")
     assert command.main(options) == 0
     shown = capsys.readouterr().out
     assert "| 25 |" in shown and "25 tokens cost" in shown and "at most 1.5" in shown
     said = (tmp_path / "block.md").read_text()
     assert f"V = 2,000, of which it proposes {entries or 2_000:,}, batch 1" in said
+    assert ("float32 packed" in said) == packed
     rows = json.loads((tmp_path / "block.json").read_text())["records"]
     assert [row["block"] for row in rows] == list(command.SIZES)
     assert {len(tokens[0]) for tokens in proposed} == set(command.SIZES)

@@ -176,7 +176,14 @@ def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped, few
     line = ["--prompts", "4", "--tokens", "3", "--gamma", "2", "--drafters", "suffix", "--tree"]
     line += ["0", "--batch", "2", "--temperature", "0.7", "--output", str(tmp_path)]
     line += ["--model-gamma", "2", "--contestants", "suffix", "model", "transf", "--by-turns"]
+    line += ["--repeats", "2"]
+    seeds = []
+    complete = bench.complete
+    monkeypatch.setattr(
+        bench, "complete", lambda *given: seeds.append(given[3]) or complete(*given)
+    )
     assert bench.main(line) == 0
+    assert seeds == list(range(2 * 4 * 2))  # two batches of each kind, twice, never the same coins
     (path,) = tmp_path.glob("*.json")
     records = json.loads(path.read_text())["records"]
     assert {(r["batch"], r["temperature"]) for r in records} == {(2, 0.7)}
@@ -184,7 +191,7 @@ def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped, few
         "plain", "suffix, gamma 2", "suffix, renewal", "model, gamma 2", "model, renewal",
         "suffix, else model, gamma 2", "suffix, else model, renewal", "transformers, plain",
     }  # fmt: skip
-    assert all(r["texts"] == (12 if r["kind"] == bench.ALL else 4) for r in records)
+    assert all(r["texts"] == (24 if r["kind"] == bench.ALL else 8) for r in records)
     with pytest.raises(SystemExit):
         bench.parse(["--batch", "4", "--prompts", "7"])
     options = bench.parse(["--contestants", "renewal", "lookup 10"])
