@@ -128,7 +128,7 @@ SPECDEC_HD void stop_at(const VerifyParams& p, Request* r, int64_t i, const Node
   if (is_over(facts) || !reads_draft_law(p.rule) || r->greedy) {
     finish_with_target(r, target, facts);  // typical draws from p; a point mass has nothing else
   } else {
-    draw_from_residual(r, target, draft, column_at(p, r->b, i), facts.p, facts.sampled, 1.0);
+    draw_from_residual(r, target, draft, column_at(p, r->b, i), facts.sampled, 1.0);
   }
 }
 

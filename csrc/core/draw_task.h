@@ -16,7 +16,6 @@ struct DrawTask {
   int64_t excluded = -1;
   TokenList tried;     // trees: excluded as well
   TokenList no_draft;  // trees: the draft law is 0 there
-  double mass = -1.0;  // what the residual sums to; negative: not known yet
   double u = 0.0;
   bool active = false;
   int64_t token = -1;  // the result; may be known beforehand

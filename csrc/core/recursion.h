@@ -42,15 +42,6 @@ SPECDEC_HD ResidualCoefficients residual_after_child(const Node& node, double ka
   return {scale, scale * node.lambda + (sampled ? kappa : 0.0)};
 }
 
-// What the residual of a law without a draft's sums to, if `rest` of the law is left after its
-// deterministic children. It scales the integers of a draw, for which a factor of 2 is near enough;
-// -1 where `rest`, a difference of rounded probabilities, is too small for that. The sum then takes
-// a pass over the vocabulary; but so likely a token is seldom rejected.
-SPECDEC_HD double residual_mass(ResidualCoefficients coefficients, double rest) {
-  constexpr double kLeast = 0x1p-14;
-  return rest >= kLeast ? coefficients.target * rest : -1.0;
-}
-
 // R / (R + (1 - a)). The parentheses matter: for a near 1 the small difference must not be lost.
 // An inflow of 1 stays 1 even where no residual mass is left.
 SPECDEC_HD double outflow(double inflow, double scaled_mass) {

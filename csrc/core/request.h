@@ -208,9 +208,9 @@ SPECDEC_HD void draw_from_target(Request* r, const LawRow& target) {
   r->draw.active = true;
 }
 
-// It replaces `column`'s, of target probability p, which was rejected at a node with this inflow.
+// It replaces `column`'s, which was rejected at a node with this inflow.
 SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRow& draft,
-                                   const Column& column, double p, bool sampled, double inflow) {
+                                   const Column& column, bool sampled, double inflow) {
   draw_from_target(r, target);
   Node node;
   node.inflow = inflow;
@@ -219,7 +219,6 @@ SPECDEC_HD void draw_from_residual(Request* r, const LawRow& target, const LawRo
   r->draw.draft_law = draft.law;
   r->draw.coefficients = residual_after_child(node, 1.0, sampled);
   r->draw.excluded = column.token;
-  if (!sampled) r->draw.mass = residual_mass(r->draw.coefficients, 1.0 - p);
 }
 
 // ---- outputs ---

@@ -63,13 +63,12 @@ struct NodeVisit {
   int32_t child = -1;  // the next one to look at; -1: none is left
   Node state;
   ResidualCoefficients last{1.0, 0.0};  // after the last child that was tried
-  double mass = -1.0;                   // what the residual with `last` sums to; negative: unknown
   double taken = 0.0;       // q that cannot be drawn: earlier siblings', or that of fixed tokens
   double rest_mass = -1.0;  // 1 - taken as a sum, where the difference would cancel
   int64_t num_tried = 0;
   int64_t num_excluded = 0;
   int64_t winner = -1;  // coupled: the token that the target emits here
-  int64_t kept = -1;    // the token of the last drawn child, while `mass` still has it
+  int64_t kept = -1;    // the token of the last drawn child, while the state's mass still has it
   bool has_rest = false;
   bool drawn_at_random = true;  // sampled children: their law is no point mass
   bool exhausted = false;       // no residual mass is left: no further child is accepted
@@ -366,13 +365,11 @@ SPECDEC_HD void set_state(const Node& state, NodeVisit* v) {
 SPECDEC_HD void close_deterministic(double lost, NodeVisit* v) {
   const double left = v->state.mass - lost;
   v->last = residual_after_child(v->state, 1.0, false);
-  v->mass = v->state.lambda > 0.0 ? -1.0 : residual_mass(v->last, left);
   set_state(close_child(v->state, v->last, v->last.target * (left > 0.0 ? left : 0.0)), v);
 }
 
 // After a child that was drawn, once the residual has been summed.
 SPECDEC_HD void take_mass(const Tree& tree, double mass, NodeVisit* v) {
-  v->mass = mass;
   set_state(close_child(v->state, v->last, mass), v);
   v->child = tree.next_sibling[v->child];
 }
@@ -420,7 +417,6 @@ SPECDEC_HD Pending advance(const VerifyTreeParams& p, Request* r, const Tree& tr
     }
     v->kept = repeated ? -1 : token;
     v->last = residual_after_child(v->state, kappa, true);
-    v->mass = -1.0;
     // An inflow of 1 stays 1, and nobody asks for the residual of the last child.
     if (v->state.inflow < 1.0 || tree.next_sibling[c] >= 0) return Pending::kMass;
   }
@@ -522,7 +518,6 @@ SPECDEC_HD void finish_tree(const Tree& tree, const NodeVisit& v, const LawRow& 
   r->draw.coefficients = v.last;
   r->draw.tried = tried_tokens(tree, v);
   r->draw.no_draft = fixed_tokens(tree, v);
-  r->draw.mass = v.mass;
 }
 
 // What accept_probs say of a node. Under traversal, what is below a node that nothing flows into

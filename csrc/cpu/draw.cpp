@@ -1,9 +1,8 @@
 // Final draws by inverse CDF in integers.
 //
 // Grid: (request, tile) units over threads. A draw from a law reads its row once for the tiles'
-// sums and one tile again; a residual draw reads both rows twice (mass, unless known, then weights)
-// and one tile again. Writes 8 bytes per tile. Numerics: weights in fp32, scaled in float64, summed
-// as uint64.
+// sums and one tile again; a residual draw likewise both rows. Writes 8 bytes per tile. Numerics:
+// weights in fp32, scaled in float64, summed as uint64.
 #include "draw.h"
 
 #include "ranks.h"
@@ -193,8 +192,8 @@ void residual_masses(const ThreadPool& pool, const DrawTask* tasks, int64_t n, d
   Buffer<int64_t> wanted(n);
   int64_t count = 0;
   for (int64_t r = 0; r < n; ++r) {
-    masses[r] = tasks[r].mass >= 0.0 ? tasks[r].mass : 0.0;
-    if (needs_draw(tasks[r]) && tasks[r].residual && tasks[r].mass < 0.0) wanted[count++] = r;
+    masses[r] = 0.0;
+    if (needs_draw(tasks[r]) && tasks[r].residual) wanted[count++] = r;
   }
   Buffer<double> tile_masses(count * tiles);
   Buffer<int64_t> numbers(count);
@@ -220,16 +219,13 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
   Buffer<int64_t> drawn(n), places(n);
   int64_t num_drawn = 0;
   const Range held = held_tiles(pool, tiles);
-  residual_masses(pool, tasks, n, units.data());
   bool any = false;
   for (int64_t r = 0; r < n; ++r) {
     DrawTask& task = tasks[r];
     if (task.active && task.target_law.point_mass) task.token = task.target_law.argmax;
     pending[r] = needs_draw(task);
     any |= pending[r];
-    // No residual mass, by rounding or because p = q: the target's own law is what is left.
-    if (task.residual && !(units[r] > 0.0)) task.residual = false;
-    units[r] = task.residual ? residual_unit(units[r]) : kLawUnit;
+    units[r] = task.residual ? residual_unit(task.coefficients.target) : kLawUnit;
   }
   while (any) {
     parallel_for(pool, n * tiles, kTilesPerThread, [&](int64_t unit) {

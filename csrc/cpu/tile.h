@@ -358,9 +358,6 @@ inline bool sweep_tile(const Entries& entries, int64_t groups, double scale, flo
   return scale * (static_cast<double>(s->max) - s->reference) <= kMaxLead;
 }
 
-// Residual weights sum to 2^62 whatever their mass S, so that tiny residuals keep their resolution.
-inline double residual_unit(double mass) { return 0x1p62 / mass; }
-
 // floor(weight * unit) of one weight. For a law the unit is a power of two and the product exact.
 inline uint64_t fixed_weight(float weight, double unit) {
   return static_cast<uint64_t>(static_cast<double>(weight) * unit);

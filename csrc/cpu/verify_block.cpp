@@ -56,11 +56,7 @@ void decide(const VerifyParams& p, Request* r, const Chain& chain, const double*
   } else {
     const NodeFacts& facts = chain.facts[winner];
     draw_from_residual(r, chain.targets[winner], chain.drafts[winner], column_at(p, r->b, winner),
-                       facts.p, facts.sampled, chain.inflow[winner]);
-    // The rejected token was part of the sum, but has no residual: its inflow came out below 1.
-    if (needs_mass(winner, chain.inflow[winner], facts.sampled)) {
-      r->draw.mass = masses[winner];
-    }
+                       facts.sampled, chain.inflow[winner]);
   }
 }
 

@@ -38,7 +38,6 @@ struct ChainLedger {
   int32_t leaf;                // block rule: the node where the draft ends
   int32_t sums;                // of this round
   int32_t nodes[kSumsAtOnce];  // block rule: whose sums they are
-  bool ended;                  // but for the mass of its draw
   DrawTask task;
   NodeState states[kStatesInShared];  // block rule: of short drafts
 };

@@ -4,11 +4,10 @@
 // the rows' laws, looks at up to 32 nodes side by side and goes down the chain. Under the rules
 // that stop at their first failure that is the decision. The block rule (Sun et al., arXiv
 // 2403.10444; core/recursion.h) then knows every inflow, asks for the masses of the residuals that
-// its coins depend on, and flips the coins when they are there. A residual that the last token is
-// drawn from is asked for its mass too, where it is not known yet.
+// its coins depend on, and flips the coins when they are there.
 //
 // Reads 32 bytes a tile and row; both rows of each residual once, in pieces that the team shares.
-// Deterministic drafts have a kernel of their own (decide_alone.cuh).
+// Where no mass decides and a draft's law is read there is another kernel (decide_alone.cuh).
 #pragma once
 
 #include "chain.cuh"
@@ -23,6 +22,18 @@ using namespace SPECDEC_CPU_ISA;
 
 // The lowest lane in a ballot, kWarp if there is none.
 __device__ int lowest_lane(unsigned ballot) { return ballot != 0 ? __ffs(ballot) - 1 : kWarp; }
+
+// stop_at of core/chain.h. With rows of a draft's law the rules that read it do not come here.
+__device__ __forceinline__ void stop_here(const VerifyParams& p, const Scratch& s, Request* r,
+                                          int64_t i, const NodeFacts& facts) {
+  const LawRow target = target_law_row(p, s, *r, i);
+  if constexpr (kLists) {
+    stop_at(p, r, i, facts, target, draft_law_row(p, s, *r, i));
+  } else {
+    r->accepted = i;
+    finish_with_target(r, target, facts);
+  }
+}
 
 // Nodes [base, base + kNodesAtOnce) of a request, a lane a node: what `visit` of core/chain.h does
 // one by one. Whether the request goes on behind them. Collective over a full warp.
@@ -41,9 +52,7 @@ __device__ bool pass_nodes(const VerifyParams& p, const Scratch& s, Request* r, 
   if (stop == kWarp) return true;
   if (lane == 0) {
     const int64_t i = base + stop;
-    if (!*decided) {
-      stop_at(p, r, i, facts[stop], target_law_row(p, s, *r, i), draft_law_row(p, s, *r, i));
-    }
+    if (!*decided) stop_here(p, s, r, i, facts[stop]);
     const bool comes_to_end = end < kWarp && (end == stop || all);
     if (comes_to_end && !facts[end].usable) r->status |= kNoDraftLaw;
   }
@@ -85,19 +94,6 @@ __device__ bool flow_through(ChainLedger* d, const NodeFacts* facts, int64_t bas
   return false;
 }
 
-// Which masses are asked for. A node with an inflow of 1 accepts for certain, so the deepest of
-// them is the only one whose residual may be drawn from. Collective over a full warp.
-__device__ void choose_masses(ChainLedger* d, NodeState* nodes) {
-  int32_t certain = -1;
-  for (int32_t i = threadIdx.x; i < d->leaf; i += kWarp) {
-    if (nodes[i].inflow >= 1.0) certain = i;
-  }
-  certain = warp_max(certain);
-  for (int32_t i = threadIdx.x; i < d->leaf; i += kWarp) {
-    if (i == certain) nodes[i].summed = nodes[i].sampled;
-  }
-}
-
 __device__ void flow_down(const VerifyParams& p, const Scratch& s, ChainLedger* d, NodeState* nodes,
                           NodeFacts* facts) {
   __shared__ bool done;
@@ -111,8 +107,6 @@ __device__ void flow_down(const VerifyParams& p, const Scratch& s, ChainLedger* 
     __syncthreads();
     if (done) break;
   }
-  if (threadIdx.x < kWarp) choose_masses(d, nodes);
-  __syncthreads();
 }
 
 // Flips the coins of nodes 1 .. leaf; gives the deepest node that accepts. Collective over the
@@ -150,9 +144,7 @@ __device__ __attribute__((noinline)) void settle_block(const VerifyParams& p, co
     } else {
       const NodeState& node = nodes[winner];
       draw_from_residual(&r, target, draft_law_row(p, s, r, winner), column_at(p, r.b, winner),
-                         node.p, node.sampled, node.inflow);
-      // The rejected token was part of the sum, but has no residual: its inflow came out below 1.
-      if (node.summed) r.draw.mass = node.mass;
+                         node.sampled, node.inflow);
     }
   }
   __syncthreads();
@@ -176,16 +168,11 @@ class ChainWalk {
     wait_for_launch_before();
     find_laws(p_, s_, r);
     act();
-    if (threadIdx.x == 0) ledger_.ended = false;
     __syncthreads();  // before accept_probs are written
   }
 
   __device__ __forceinline__ int32_t next(const double* masses, bool first) {
     if (first) return decide();
-    if (ledger_.ended) {
-      if (threadIdx.x == 0) ledger_.request.draw.mass = masses[0];
-      return give_result();
-    }
     const int32_t k = static_cast<int32_t>(threadIdx.x), sums = ledger_.sums;
     const int32_t last = ledger_.nodes[sums - 1];
     if (k < sums) nodes_[ledger_.nodes[k]].mass = masses[k];
@@ -197,7 +184,6 @@ class ChainWalk {
 
   __device__ const DrawTask& task(int32_t k) {
     const Request& r = ledger_.request;
-    if (ledger_.ended) return r.draw;
     const int64_t i = ledger_.nodes[k];
     if (threadIdx.x == 0) {
       ledger_.task = block_residual(nodes_[i].inflow, target_law_row(p_, s_, r, i),
@@ -237,20 +223,14 @@ class ChainWalk {
     return end();
   }
 
-  // Writes the outputs that are known; the number of sums that the final draw still asks for.
+  // Writes the outputs that are known, and hands the request to the draw.
   __device__ int32_t end() {
     Request& r = ledger_.request;
     write_accepted(p_, r, threadIdx.x, kThreads);
     if (threadIdx.x == 0) {
       if (knows_token(&r.draw)) write_extra_token(p_, b_, r.accepted, r.draw);
-      ledger_.ended = true;
-      ledger_.sums = lacks_mass(r.draw) ? 1 : 0;
     }
     __syncthreads();
-    return ledger_.sums > 0 ? 1 : give_result();
-  }
-
-  __device__ int32_t give_result() {
     copy_by_block(&s_.requests[b_], ledger_.request);
     return 0;
   }

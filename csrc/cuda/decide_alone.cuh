@@ -1,13 +1,14 @@
-// The decision where the draft is deterministic: a block a request, which asks nobody for a mass,
-// because without the draft token y a law p sums to 1 - p(y) (residual_mass of core/recursion.h).
+// The decision where no residual's mass decides: a block a request, which waits for nobody. So it
+// is under the rules that stop at their first failure, and under the block rule where drafts are
+// deterministic.
 //
 // Grid: a block a request, chained to the scan or to the launch that finds cutoffs. Before that has
-// ended it reads what the call was given, a warp a node: draft token, its logit, coin. Then a warp
+// ended it reads what the call was given, a warp a node: draft token, its logits, coin. Then a warp
 // finds a row's law, which gives the token's probability; every warp goes down the chain by itself,
-// because that takes less time than to be told. Nodes are taken 32 at once.
+// because that takes less time than to be told. Nodes are taken 32 at once. kLaws: there are laws
+// of the draft.
 //
-// Reads 32 bytes a tile and row, or a row's law where cutoffs were found; and the row of the last
-// token where almost all of a law is the rejected token's. Numerics: core/chain.h.
+// Reads 32 bytes a tile and row, or a row's law where cutoffs were found. Numerics: core/chain.h.
 #pragma once
 
 #include "decide.cuh"
@@ -21,14 +22,18 @@ using namespace SPECDEC_CPU_ISA;
 // A node of a request, i draft tokens deep.
 struct LoneNode {
   LawRow target;
+  LawRow draft;   // of a sampled token
   int64_t token;  // of the draft, after the node; -1: none
+  int64_t entry;  // the token's in the draft's row; -1: none
   double coin;    // that tests the token or, in the block rule, the node
   double p;       // of the token
-  Verdict verdict;
+  double q;
   float logit;  // of the token
-  bool known;   // the target has the token
-  bool usable;  // NodeFacts
-  bool ends;    // NodeFacts
+  float draft_logit;
+  bool known;    // the target has the token
+  bool sampled;  // NodeFacts; until laws are known, whether the draft's is asked for
+  bool usable;   // NodeFacts
+  bool ends;     // NodeFacts
 };
 
 using LoneNodes = SharedArray<LoneNode, kNodesAtOnce>;
@@ -38,31 +43,42 @@ __device__ __forceinline__ bool is_clerk() { return threadIdx.x == kThreads - kW
 
 // ---- what the call was given ---
 
+template <bool kLaws>
 __device__ __forceinline__ void look_at_given(const VerifyParams& p, const Request& r, int64_t i,
                                               LoneNode* node) {
   const bool drafted = i < r.drafted, block_rule = p.rule == Rule::kBlock;
   node->target.row = target_row(p, r.b, i);
-  node->known = false;
+  node->known = node->sampled = false;
   node->usable = true;
-  node->token = -1;
+  node->token = node->entry = -1;
+  node->q = 1.0;
   if (drafted) {
     const Row& row = node->target.row;
     const Column column = column_at(p, r.b, i);
     node->token = column.token;
-    node->usable = r.greedy || proposal_of(column, LawRow{}).usable;
     node->known = row.data != nullptr && column.token < row.vocab;
     if (node->known) node->logit = row_value(row, column.token);
+    if constexpr (kLaws) {
+      node->sampled = wants_draft_row(p, r, i);
+      if (node->sampled) node->draft.row = draft_row(p, r.b, i);
+      const Row& other = node->draft.row;
+      if (node->sampled && other.data != nullptr) node->entry = entry_of_token(other, node->token);
+      if (node->entry >= 0) node->draft_logit = row_value(other, node->entry);
+    } else {
+      node->usable = r.greedy || proposal_of(column, LawRow{}).usable;
+    }
   }
   const bool flips = block_rule ? i > 0 : drafted;
   if (flips && !r.greedy) node->coin = uniform_at(p, r.b, block_rule ? i - 1 : i);
 }
 
 // Nodes [base, base + count) as far as the call says. Collective over the block.
+template <bool kLaws>
 __device__ __forceinline__ void open_nodes(const VerifyParams& p, const Request& r, int64_t base,
                                            int32_t count, LoneNodes* nodes) {
   if (threadIdx.x % kWarp == 0) {
     for (int32_t k = threadIdx.x / kWarp; k < count; k += kWarps) {
-      look_at_given(p, r, base + k, nodes->data() + k);
+      look_at_given<kLaws>(p, r, base + k, nodes->data() + k);
     }
   }
   __syncthreads();
@@ -70,27 +86,58 @@ __device__ __forceinline__ void open_nodes(const VerifyParams& p, const Request&
 
 // ---- what earlier launches have found ---
 
-// By a full warp.
-__device__ __forceinline__ void find_law(const VerifyParams& p, const Scratch& s, const Request& r,
-                                         int64_t i, LoneNode* node) {
-  const int64_t row = r.b * s.rows + i;
+// The law of a row. By a full warp.
+__device__ __forceinline__ RowLaw find_law(const Scratch& s, const Row& row, int64_t slot,
+                                           const Filters& filters) {
+  if (s.finished) return s.laws[slot];
   double unused = 0.0;
-  const RowLaw law = s.finished ? s.laws[row]
-                                : combine_tiles(node->target.row, r.target_filters, false,
-                                                ExtraTask{}, s.summaries + row * s.tiles, &unused);
-  NodeFacts facts{
-      i >= r.drafted || !law.valid, node->usable, false, 0.0, 1.0, NAN, {false, 0.0}, -1};
-  if (!facts.ends && node->known) {
-    facts.p = law_probability(law, node->logit, node->token);
-    if (p.rule != Rule::kBlock) {
-      facts.verdict = coin_test(p, r, node->logit, law, facts, [&] { return node->coin; });
-    }
-  }
+  return combine_tiles(row, filters, false, ExtraTask{}, s.summaries + slot * s.tiles, &unused);
+}
+
+// What the target's law says of a node. By a full warp.
+__device__ __forceinline__ void find_target(const VerifyParams& p, const Scratch& s,
+                                            const Request& r, int64_t i, LoneNode* node) {
+  const RowLaw law = find_law(s, node->target.row, r.b * s.rows + i, r.target_filters);
+  const bool ends = i >= r.drafted || !law.valid;
+  const bool tells = !ends && node->known;
+  const double probability = tells ? law_probability(law, node->logit, node->token) : 0.0;
   if (threadIdx.x % kWarp != 0) return;
   node->target.law = law;
-  node->p = facts.p;
-  node->verdict = facts.verdict;
-  node->ends = facts.ends;
+  node->p = probability;
+  node->ends = ends;
+}
+
+// What the draft's law says of a node: proposal_of. By a full warp.
+__device__ __forceinline__ void find_draft(const VerifyParams& p, const Scratch& s,
+                                           const Request& r, int64_t i, LoneNode* node) {
+  if (!node->sampled) return;
+  const int64_t slot = r.b * s.rows + p.gamma + 1 + i;
+  const RowLaw law = find_law(s, node->draft.row, slot, r.draft_filters);
+  const bool tells = law.valid && node->entry >= 0;
+  const double q = tells ? law_probability(law, node->draft_logit, node->entry) : 0.0;
+  __syncwarp();  // all lanes have read whether it is sampled
+  if (threadIdx.x % kWarp != 0) return;
+  node->draft.law = law;
+  node->q = q;
+  node->usable = q > 0.0;
+  node->sampled = !tells || !law.point_mass;
+}
+
+// What the laws say of nodes [base, base + count), a warp a row. Collective over the block, whose
+// threads meet at the end.
+template <bool kLaws>
+__device__ __forceinline__ void find_laws_of(const VerifyParams& p, const Scratch& s,
+                                             const Request& r, int64_t base, int32_t count,
+                                             LoneNodes* nodes) {
+  const int32_t rows = kLaws ? 2 * count : count;
+  for (int32_t k = threadIdx.x / kWarp; k < rows; k += kWarps) {
+    if (k < count) {
+      find_target(p, s, r, base + k, nodes->data() + k);
+    } else {
+      find_draft(p, s, r, base + k - count, nodes->data() + k - count);
+    }
+  }
+  __syncthreads();
 }
 
 // Writes the log-probabilities of the draft tokens after the first `count` nodes from `base` on.
@@ -115,12 +162,14 @@ struct Descent {
   double inflow = 1.0;   // block rule: of the next node
   int64_t accepted = 0;  // so far
   int64_t leaf = 0;      // block rule, once it does not go on
-  bool sums = false;     // the mass of what the last token is drawn from is not known
 };
 
-// Whether residual_mass does not tell the mass of the residual after a node.
-__device__ __forceinline__ bool takes_sum(const LoneNode& node) {
-  return !node.target.law.point_mass && residual_mass({1.0, 0.0}, 1.0 - node.p) < 0.0;
+// Under the rules that test one token after the other.
+__device__ __forceinline__ Verdict test_at(const VerifyParams& p, const Request& r,
+                                           const LoneNode& node) {
+  if (!node.known) return {false, 0.0};
+  const NodeFacts facts{false, true, node.sampled, node.p, node.q, NAN, {false, 0.0}, -1};
+  return coin_test(p, r, node.logit, node.target.law, facts, [&] { return node.coin; });
 }
 
 // By one thread: the last token is drawn at this node.
@@ -128,7 +177,8 @@ __device__ __forceinline__ void draw_at(const LoneNode& node, bool from_target, 
                                         int64_t i, Request* r) {
   r->accepted = i;
   if (from_target) return draw_from_target(r, node.target);
-  draw_from_residual(r, node.target, LawRow{}, {node.token, false}, node.p, false, inflow);
+  const LawRow draft = node.sampled ? node.draft : LawRow{};
+  draw_from_residual(r, node.target, draft, {node.token, node.sampled}, node.sampled, inflow);
 }
 
 // pass_nodes of decide.cuh, by every warp for itself; the first one writes, and the clerk.
@@ -137,16 +187,16 @@ __device__ __forceinline__ void pass_lone_nodes(const VerifyParams& p, Request* 
   const int lane = static_cast<int>(threadIdx.x % kWarp);
   const LoneNode& node = (*nodes)[lane];
   const bool over = base + lane > r->drafted || node.ends || !node.usable;
+  const Verdict verdict = over ? Verdict{false, 0.0} : test_at(p, *r, node);
   const int end = lowest_lane(__ballot_sync(kAllLanes, over));
-  const bool fails = over || d->decided || !node.verdict.accepted;
+  const bool fails = over || d->decided || !verdict.accepted;
   const int stop = lowest_lane(__ballot_sync(kAllLanes, fails));
   const bool all = d->decided || p.full_accept_probs;
   if (threadIdx.x < kWarp && lane < end && (lane <= stop || all)) {
-    p.accept_probs[r->b * p.gamma + base + lane] = static_cast<float>(node.verdict.probability);
+    p.accept_probs[r->b * p.gamma + base + lane] = static_cast<float>(verdict.probability);
   }
   const bool over_there = stop == end;
   const bool from_target = over_there || r->greedy;
-  if (stop < kWarp && !d->decided) d->sums = !from_target && takes_sum((*nodes)[stop]);
   if (is_clerk() && stop < kWarp) {
     if (!d->decided) draw_at((*nodes)[stop], from_target, 1.0, base + stop, r);
     const bool comes_to_end = end < kWarp && (over_there || all);
@@ -196,7 +246,6 @@ __device__ __forceinline__ void flow_through_lone(const VerifyParams& p, Request
   const double inflow = __shfl_sync(kAllLanes, mine, winner < 0 ? 0 : winner);
   if (winner >= 0) {
     d->accepted = base + winner;
-    d->sums = winner != leaf && takes_sum((*nodes)[winner]);
   }
   d->leaf = base + leaf;
   d->goes_on = leaf == kNodesAtOnce;
@@ -240,22 +289,7 @@ __device__ __forceinline__ void close_lone(const VerifyParams& p, const Scratch&
   if (knows_token(&task)) write_extra_token(p, r.b, r.accepted, task);
 }
 
-// The mass of a draw that takes a sum. Collective over the block. So seldom asked for that its code
-// is to be short, and not fast.
-__device__ __attribute__((noinline)) void sum_residual(Request* r) {
-  __syncthreads();  // the clerk has written the draw
-  const DrawTask& task = r->draw;
-  const ExpWeight weight(task.target_law);
-  double left = 0.0;
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < task.target.vocab; i += kThreads) {
-    const float x = i != task.excluded ? row_value(task.target, i) : -INFINITY;
-    left += weight(x);
-  }
-  left = block_sum(left);
-  if (is_clerk()) r->draw.mass = task.coefficients.target * left / task.target_law.z;
-}
-
+template <bool kLaws>
 __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     decide_alone(const __grid_constant__ VerifyParams p, const __grid_constant__ Scratch s) {
   __shared__ SharedArray<Request, 1> request;
@@ -267,13 +301,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   Descent d;
   for (int64_t base = 0; d.goes_on; base += kNodesAtOnce) {
     const int32_t count = clamp_to(r.drafted + 1 - base, 0, kNodesAtOnce);
-    open_nodes(p, r, base, count, &nodes);
+    open_nodes<kLaws>(p, r, base, count, &nodes);
     if (base == 0) wait_for_launch_before();
-    for (int32_t k = threadIdx.x / kWarp; k < count; k += kWarps) {
-      find_law(p, s, r, base + k, nodes.data() + k);
-    }
-    __syncthreads();
-    if (p.rule == Rule::kBlock) {
+    find_laws_of<kLaws>(p, s, r, base, count, &nodes);
+    if (!kLaws && p.rule == Rule::kBlock) {
       flow_through_lone(p, &r, base, &nodes, &d);
     } else {
       pass_lone_nodes(p, &r, base, &nodes, &d);
@@ -281,7 +312,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     if (d.goes_on) __syncthreads();  // the nodes are overwritten
   }
   if (p.rule == Rule::kBlock) end_flow(p, r, d);
-  if (d.sums) sum_residual(&r);
   if (threadIdx.x >= kThreads - kWarp) close_lone(p, s, r);
 }
 

@@ -1,10 +1,11 @@
 // Draws by inverse CDF in integers, from a law or from the residual of two laws.
 //
 // Grid: a block takes a few consecutive tiles of one request. Reads the target's row (and, in a
-// residual, the draft's) once for the residual's mass, once for integer sums, 2 or 4 bytes an
-// entry, from L2 as a rule; then the last block to arrive reads one tile again. Writes 8 bytes a
-// tile. Numerics: weights in fp32, by the same instructions wherever they are computed; masses in
-// fp32 within a warp, float64 from there on; draws in uint64, exact and free of order.
+// residual, the draft's) once for integer sums, 2 or 4 bytes an entry, from L2 as a rule; then the
+// last block to arrive reads one tile again. Writes 8 bytes a tile. The masses of residuals, which
+// teams of blocks add up (team.cuh), take another read. Numerics: weights in fp32, by the same
+// instructions wherever they are computed; masses in fp32 within a warp, float64 from there on;
+// draws in uint64, exact and free of order.
 #pragma once
 
 #include "../core/draw_task.h"
@@ -275,9 +276,10 @@ __device__ __forceinline__ bool knows_token(DrawTask* task) {
   return true;
 }
 
-// Whether a draw waits for the mass of its residual.
-__device__ __forceinline__ bool lacks_mass(const DrawTask& task) {
-  return needs_draw(task) && task.residual && task.mass < 0.0;
+// residual_unit of core/fixed_point.h in float32, at most 2^127: in float64 many GPUs would take
+// longer for this than for a tile.
+__device__ __forceinline__ float float_unit(double target) {
+  return fminf(quotient(0x1p62, target), 0x1p127f);
 }
 
 // What is drawn from: the law, or the residual in units of 1 / unit.
@@ -285,9 +287,9 @@ template <Elements kElements, bool kTree>
 struct DrawWeights : TileWeights<kElements, kTree> {
   float unit;
 
-  __device__ __forceinline__ DrawWeights(const DrawTask& task, bool residual, double mass)
+  __device__ __forceinline__ DrawWeights(const DrawTask& task, bool residual)
       : TileWeights<kElements, kTree>(task, residual),
-        unit(residual ? residual_unit(mass) : static_cast<float>(kLawUnit)) {}
+        unit(residual ? float_unit(task.coefficients.target) : static_cast<float>(kLawUnit)) {}
 
   // kApart: as in `weigh`.
   template <bool kApart = false>
@@ -310,9 +312,9 @@ struct DrawWeights : TileWeights<kElements, kTree> {
 // Writes out[t - first], the integer weight of tile t of [first, last). Collective over the block.
 template <Elements kElements, bool kTree>
 __device__ __attribute__((noinline)) void fixed_sum_tiles(const DrawTask& task, bool residual,
-                                                          double mass, int64_t first, int64_t last,
+                                                          int64_t first, int64_t last,
                                                           uint64_t* out) {
-  const DrawWeights<kElements, kTree> weights(task, residual, mass);
+  const DrawWeights<kElements, kTree> weights(task, residual);
   weights.template sum_tiles_to<kTree>(
       first, last, out, [&](const float* w) { return weights.template sum<kTree>(w); });
 }
@@ -348,9 +350,9 @@ __device__ __forceinline__ Place find_tile(const uint64_t* tile_sums, int64_t ti
 // The lowest entry of a tile whose inclusive prefix sum exceeds the threshold.
 template <Elements kElements, bool kTree>
 __device__ __attribute__((noinline)) int64_t find_entry(const DrawTask& task, bool residual,
-                                                        double mass, const Place& place) {
+                                                        const Place& place) {
   __shared__ int64_t found;
-  const DrawWeights<kElements, kTree> weights(task, residual, mass);
+  const DrawWeights<kElements, kTree> weights(task, residual);
   const int64_t first = place.index * kTile;
   const int64_t last = task.target.vocab - 1;
   if (threadIdx.x == 0) found = last;
@@ -377,26 +379,24 @@ __device__ __attribute__((noinline)) int64_t find_entry(const DrawTask& task, bo
 // A request's draw, by `splits` blocks. Each sums its share of tiles into tile_sums; the last one
 // to arrive at `counter` (0 before the launch, and after it) searches. True in every thread of that
 // one block, with task->token set. The caller has seen to needs_draw(*task); `task` is shared and
-// what it holds is known to all threads. `mass`: of the residual, from sum_tiles; not read without
-// one.
-template <Elements kElements, bool kTree = false>
-__device__ inline bool draw(DrawTask* task, double mass, uint64_t* tile_sums, uint32_t* counter,
-                            int64_t split, int64_t splits) {
+// what it holds is known to all threads. kResidual: it may be a residual.
+template <Elements kElements, bool kTree = false, bool kResidual = true>
+__device__ inline bool draw(DrawTask* task, uint64_t* tile_sums, uint32_t* counter, int64_t split,
+                            int64_t splits) {
   const int64_t tiles = num_tiles(task->target.vocab);
-  // No residual mass, by rounding or because p = q: the target's own law is what is left.
-  bool residual = task->residual && mass > 0.0;
+  bool residual = kResidual && task->residual;
   const Share share = share_of(tiles, split, splits);
-  fixed_sum_tiles<kElements, kTree>(*task, residual, mass, share.first, share.last,
+  fixed_sum_tiles<kElements, kTree>(*task, residual, share.first, share.last,
                                     tile_sums + share.first);
   if (!is_last_block(counter, splits)) return false;
   uint64_t total = 0;
   Place place = find_tile(tile_sums, tiles, task->u, &total);
   if (total == 0 && residual) {
-    residual = false;
-    fixed_sum_tiles<kElements, kTree>(*task, residual, mass, 0, tiles, tile_sums);
+    residual = false;  // empty, by rounding or because p = q: what is left is the target's own law
+    fixed_sum_tiles<kElements, kTree>(*task, residual, 0, tiles, tile_sums);
     place = find_tile(tile_sums, tiles, task->u, &total);
   }
-  const int64_t token = find_entry<kElements, kTree>(*task, residual, mass, place);
+  const int64_t token = find_entry<kElements, kTree>(*task, residual, place);
   if (threadIdx.x == 0) task->token = token;
   __syncthreads();
   return true;

@@ -64,7 +64,7 @@ __device__ __attribute__((noinline)) void sum_parts(const DrawTask& __restrict__
     if (has_draft) load_tile<Layout::kStriped, kElements>(task.draft, tile, &raw.draft);
   };
   if (kAhead) load(share.first);
-  const DrawWeights<kElements, false> weights(task, residual, task.mass);
+  const DrawWeights<kElements, false> weights(task, residual);
   if (threadIdx.x == 0) *draw = {weights, log(task.target_law.z)};
   for (int64_t tile = share.first; tile < share.last; ++tile) {
     float w[kPerThread];
@@ -181,8 +181,7 @@ __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* pa
                                               Drawn* drawn, double* log_z) {
   __shared__ SharedArray<PartDraw<kElements>, 1> draw;
   const int64_t tiles = num_tiles(task.target.vocab);
-  // No residual mass, by rounding or because p = q: the target's own law is what is left.
-  bool residual = task.residual && task.mass > 0.0;
+  bool residual = task.residual;
   Share share = share_of(tiles, split, splits);
   uint64_t total = 0;
   DrawnPart part{0, 0};
@@ -195,7 +194,7 @@ __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* pa
     }
     part = find_part(part_sums, tiles * kWarps, task.u, &total);
     if (total > 0 || !residual) break;
-    residual = false;
+    residual = false;  // empty, by rounding or because p = q: what is left is the target's own law
     share = {0, tiles};
     __syncthreads();  // all have read the sums
   }

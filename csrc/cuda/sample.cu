@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   DrawTask& task = draw_memory[0];
   bool writes = split == 0;
   if (needs_draw(task)) {
-    writes = draw<kElements>(&task, 0.0, tile_sums + b * s.tiles, s.counters + b, split, splits);
+    writes = draw<kElements, false, false>(&task, tile_sums + b * s.tiles, s.counters + b, split,
+                                           splits);
   }
   if (writes && threadIdx.x == 0) write_token(rows.p, b, task);
 }

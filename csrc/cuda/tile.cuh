@@ -369,12 +369,6 @@ __device__ __forceinline__ uint64_t fixed_weight(float weight,
   return static_cast<uint64_t>(multiply(weight, unit));
 }
 
-// Residual weights sum to 2^62 whatever their mass, if it is above 2^-65, so that tiny residuals
-// keep their resolution.
-__device__ __forceinline__ float residual_unit(double mass) {
-  return fminf(0x1p62f / static_cast<float>(mass), 0x1p127f);
-}
-
 // ---- one value a tile ---
 
 // Tiles whose threads' results wait for one barrier together.

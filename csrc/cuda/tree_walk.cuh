@@ -3,8 +3,7 @@
 // Under traversal several nodes wait for their sums at once, and a warp takes each of them on (its
 // lanes would go different ways): what a node's visit writes belongs to the node or its children,
 // so warps do not meet. A stepwise rule waits for one sum at a time. When no node waits any more,
-// all threads end the request; a residual that the extra token is drawn from asks for its mass once
-// more.
+// all threads end the request.
 //
 // Each block has its own copy of what changes, in shared memory if a tree has at most
 // kNodesInShared nodes. All blocks of a team write the same outputs. Included by verify_tree.cu
@@ -24,7 +23,6 @@ struct TreeLedger {
   Request request;
   Tree tree;
   int32_t sums;                // of this round
-  bool ended;                  // but for the mass of its draw
   int16_t nodes[kSumsAtOnce];  // whose sums they are
   DrawTask task;
   LawRow target, draft;      // of its node
@@ -60,10 +58,6 @@ class TreeWalk {
   }
 
   __device__ __forceinline__ int32_t next(const double* masses, bool first) {
-    if (!first && ledger_.ended) {
-      if (threadIdx.x == 0) ledger_.request.draw.mass = masses[0];
-      return give_result();
-    }
     if (threadIdx.x % kWarp == 0) {
       const int32_t sums = first ? 1 : ledger_.sums;
       for (int32_t k = threadIdx.x / kWarp; k < sums; k += kWarps) {
@@ -77,12 +71,11 @@ class TreeWalk {
 
   __device__ int64_t tiles(int32_t k) const {
     const int64_t v = ledger_.nodes[k];
-    const bool of_draft = !ledger_.ended && ledger_.waits[v] == Pending::kRestMass;
+    const bool of_draft = ledger_.waits[v] == Pending::kRestMass;
     return num_tiles(of_draft ? in_token_order(draft_row(p_, nodes_.b, v)).vocab : p_.target.vocab);
   }
 
   __device__ const DrawTask& task(int32_t k) {
-    if (ledger_.ended) return ledger_.request.draw;
     const int64_t v = ledger_.nodes[k];
     // Rows take long to find: two threads find them side by side.
     if (threadIdx.x == 0) ledger_.target = nodes_.target(v);
@@ -132,7 +125,6 @@ class TreeWalk {
       tree.valid = from.valid;
       tree.count = from.count;
       ledger_.tree = tree;
-      ledger_.ended = false;
     }
     __syncthreads();
   }
@@ -207,7 +199,7 @@ class TreeWalk {
 
   // ---- the end ---
 
-  // Writes what is known; the number of sums that the final draw still asks for.
+  // Writes what is known but for the extra token.
   __device__ int32_t end() {
     const Tree& tree = ledger_.tree;
     Request& r = ledger_.request;
@@ -229,11 +221,8 @@ class TreeWalk {
     if (threadIdx.x == 0) {
       r.accepted = write_path(p_, r, tree);
       if (knows_token(&r.draw)) write_tree_token(p_, r.b, r.accepted, r.draw);
-      ledger_.ended = true;
-      ledger_.sums = lacks_mass(r.draw) ? 1 : 0;
     }
-    __syncthreads();
-    return ledger_.sums > 0 ? ledger_.sums : give_result();
+    return give_result();
   }
 
   // Hands the request to the draw, its lists of tokens with it.

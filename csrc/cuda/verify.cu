@@ -5,7 +5,7 @@
 //   finish   (filters) a block a row: cutoffs; the rows' laws
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
 //   decide   teams of blocks that add up residual masses (decide.cuh, team.cuh); a block a request
-//            where none is asked for (decide_alone.cuh)
+//            where none decides (decide_alone.cuh)
 //   draw     (but for the coupled rule) integer sums of the final law, tile by tile; a request's
 //            last block searches
 // so 3 for any rule without filters, and 4 with them. raw_logprobs adds 2, a reduced draft
@@ -13,11 +13,11 @@
 // and 1 after `laws` (token_lists.cuh).
 //
 // Reads 2 or 4 bytes per entry of each target and draft row; again both rows of the residuals of
-// undecided nodes, and of the final residual once for its mass, unless that is known, and once for
-// the draw; or each target row again for a race; and what masks and reduced vocabularies cost
-// (tile.cuh). Unlike the CPU's, a stepwise rule reads the rows after its first failure too: waiting
-// for the decision would leave the chip idle. Writes O(rows x tiles). Numerics: core/; float sums
-// in fixed tiles combined in tile order, so that neither splits nor the batch change a bit.
+// undecided nodes, and of the final residual; or each target row again for a race; and what masks
+// and reduced vocabularies cost (tile.cuh). Unlike the CPU's, a stepwise rule reads the rows after
+// its first failure too: waiting for the decision would leave the chip idle. Writes O(rows x
+// tiles). Numerics: core/; float sums in fixed tiles combined in tile order, so that neither splits
+// nor the batch change a bit.
 #include "cutoff.cuh"
 #include "decide.cuh"
 #include "kernels.h"
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
                         law_log_probability(task.target_law, drawn.logit, log_z));
     }
   } else {
-    const bool last = draw<kElements>(&task, task.mass, sums, s.counters + b, unit.split, splits);
+    const bool last = draw<kElements>(&task, sums, s.counters + b, unit.split, splits);
     if (last && threadIdx.x == 0) write_extra_token(p, b, request[0].accepted, task);
   }
 }
@@ -194,8 +194,8 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.rows = p.gamma + 1 + (has_draft ? p.gamma : 0);
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.groups = s.tiles * num_groups(kTile);
-  // Without a draft's law, the probability of a draft token tells the mass of any residual.
-  s.teams = {p.batch, has_draft ? (block_rule ? p.gamma + 1 : 1) : 0, s.tiles};
+  // Masses of residuals decide in the block rule alone, and there where drafts are sampled.
+  s.teams = {p.batch, has_draft && block_rule ? p.gamma + 1 : 0, s.tiles};
   s.finished = filters;
   s.races = runs_races(p.rule);
   const int64_t rows = p.batch * s.rows;
@@ -231,8 +231,10 @@ const auto kDecide = by_elements([](auto e) { return decide<decltype(e)::value>;
 const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value>; });
 #if SPECDEC_LISTS
 const auto kDecideAlone = kDecide[Elements::kAny];  // never: a list is a draft's law
+const auto kDecideAloneByLaws = kDecideAlone;
 #else
-constexpr auto kDecideAlone = decide_alone;
+constexpr auto kDecideAlone = decide_alone<false>;
+constexpr auto kDecideAloneByLaws = decide_alone<true>;
 #endif
 
 // Launches kernel(p, s, splits) over units x splits blocks, a row's tiles shared out among as many
@@ -273,7 +275,8 @@ void run(const VerifyParams& given, const Gpu& gpu) {
   }
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, p, s);
   const bool alone = s.teams.sums == 0 && reads_draft_law(p.rule);
-  const auto deciding = alone ? kDecideAlone : kDecide[elements_of_laws(p)];
+  const auto by_itself = p.draft.data != nullptr ? kDecideAloneByLaws : kDecideAlone;
+  const auto deciding = alone ? by_itself : kDecide[elements_of_laws(p)];
   launch(gpu, "decide", deciding, deciding_blocks(gpu, p, s), p, s);
   if (!s.races) {
     launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, p, s,
@@ -287,7 +290,7 @@ void run(const VerifyParams& given, const Gpu& gpu) {
 
 void load_all(const Loading& load) {
   load(kScan, kScanMasked, finish_laws<false>, finish_laws<true>, race_rows, kDecide, kDecideAlone,
-       kDraw, scan_raw<false>, scan_raw<true>, write_raw_logprobs);
+       kDecideAloneByLaws, kDraw, scan_raw<false>, scan_raw<true>, write_raw_logprobs);
 }
 
 }  // namespace

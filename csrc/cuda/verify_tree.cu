@@ -15,11 +15,11 @@
 // `scan` (token_lists.cuh).
 //
 // A node waits at most twice for each of its children, for the law that it was drawn from and for
-// the residual after it, and a request once more at its end: at most 2 N - 1 sums a request, of
-// which those that do not depend on each other are in one round.
+// the residual after it: at most 2 N - 2 sums a request, of which those that do not depend on each
+// other are in one round.
 //
 // Reads 2 or 4 bytes per entry of each row that is asked for, again both rows of a node for each
-// sum, and the final law's rows twice; and what masks and reduced vocabularies cost (tile.cuh).
+// sum, and the final law's rows; and what masks and reduced vocabularies cost (tile.cuh).
 // Unlike the CPU's, stepwise rules (all but traversal) read the rows off their path too: waiting
 // for a decision would leave the chip idle. Writes O(rows x tiles), and for trees of more than
 // kNodesInShared nodes some 200 bytes a node and visiting block. Numerics: as verify.cu; sums in
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   copy_by_block(request.data(), s.results[b]);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
-  const bool last = draw<kElements, true>(&task, task.mass, s.tile_sums + b * s.tiles,
+  const bool last = draw<kElements, true>(&task, s.tile_sums + b * s.tiles,
                                           s.laws.counters + b * s.rows, unit.split, splits);
   if (last && threadIdx.x == 0) write_tree_token(p, b, request[0].accepted, task);
 }
@@ -125,6 +125,11 @@ __global__ void __launch_bounds__(kThreads)
 
 // Of a request, at a guess; one under a stepwise rule.
 int64_t sums_at_once(const VerifyTreeParams& p) { return p.rule == Rule::kTraversal ? 4 : 1; }
+
+// One a request, or teams where masses may be asked for.
+int64_t visiting_blocks(const Gpu& gpu, const VerifyTreeParams& p, const Teams& teams) {
+  return teams.sums == 0 ? p.batch : team_blocks(gpu, teams, sums_at_once(p));
+}
 
 struct TreeReservation {
   Reserved<int32_t> links;
@@ -156,9 +161,9 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   s.rows = has_draft ? 2 * p.nodes : p.nodes;
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, filters, true);
-  s.teams = {p.batch, 2 * p.nodes, s.tiles};
-  const int64_t blocks = team_blocks(gpu, s.teams, sums_at_once(p));
-  const int64_t own_nodes = is_small(p) ? 0 : blocks * p.nodes;
+  // Without a law of the draft no child is drawn from one.
+  s.teams = {p.batch, has_draft ? 2 * p.nodes : 0, s.tiles};
+  const int64_t own_nodes = is_small(p) ? 0 : visiting_blocks(gpu, p, s.teams) * p.nodes;
   const auto memory = reserve_memory(workspace, nodes);
   const auto own = reserve_memory(workspace, own_nodes);
   const auto trees = workspace->reserve<Tree>(p.batch);
@@ -222,8 +227,7 @@ void run(const VerifyTreeParams& given, const Gpu& gpu) {
     const int64_t nodes = p.batch * p.nodes, splits = splits_for(gpu, nodes, s.tiles);
     launch(gpu, "race_nodes", race_nodes, nodes * splits, p, s, splits);
   }
-  launch(gpu, "visit_trees", kVisit[elements_of_laws(p)],
-         team_blocks(gpu, s.teams, sums_at_once(p)), p, s);
+  launch(gpu, "visit_trees", kVisit[elements_of_laws(p)], visiting_blocks(gpu, p, s.teams), p, s);
   if (s.winners == nullptr) {
     const int64_t splits = splits_for(gpu, p.batch, s.tiles, kBlocksAt128Registers);
     launch(gpu, "draw_token", kDraw[elements_of_laws(p)], p.batch * splits, p, s, splits);

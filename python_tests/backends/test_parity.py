@@ -112,7 +112,7 @@ def test_reference_is_admissible_in_every_decision(variant, rule):
 @pytest.mark.parametrize("rule", ["block", "token", "lenient"])
 def test_what_little_a_rejected_token_leaves(operator, rule, filters):
     # Target laws that are all but 2^-8 .. 2^-19 the draft token, rejected by the largest uniform.
-    # The last token comes from what is left, whose mass 1 - p is the less exact the smaller it is.
+    # The last token comes from what is left, in integers that sum to 2^62 (1 - p).
     batch, vocab, token = 12, 2300, 700
     generator = torch.Generator().manual_seed(3)
     rest = torch.randn(batch, 2, vocab, generator=generator)
@@ -128,6 +128,35 @@ def test_what_little_a_rejected_token_leaves(operator, rule, filters):
     case = VerifyCase(inputs | dict(uniforms=uniforms, lenience=1.0))
     expected, found = REFERENCE.run(case), operator.run(case)
     assert not expected.num_accepted.any() and len(expected.tokens[:, 0].unique()) > 6
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.status, expected.status)
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "lenient"])
+def test_what_little_two_laws_differ_by(operator, rule):
+    # Drafts are the target's law but for 2^-4 .. 2^-15 that eight tokens lack and the draft token
+    # has, which the largest uniform rejects. The last token is one of the eight, in equal parts.
+    batch, vocab, token = 12, 2300, 700
+    eight = torch.arange(100, 2000, 250)[:8]
+    law = torch.full((batch, 1, vocab), 0.4 / (vocab - 9), dtype=torch.float64)
+    law[..., token], law[..., eight] = 0.2, 0.05
+    draft, excess = law.clone(), 2.0 ** -(4.0 + torch.arange(batch, dtype=torch.float64))
+    draft[..., token] += excess[:, None]
+    draft[..., eight] -= excess[:, None, None] / 8
+    which = torch.arange(batch) % 8
+    uniforms = torch.stack([torch.full((batch,), 1 - 2.0**-53).double(), (which + 0.5) / 8], 1)
+    case = VerifyCase(
+        dict(
+            target_logits=law.log().float().expand(-1, 2, -1),
+            draft_tokens=torch.full((batch, 1), token),
+            draft_logits=draft.log().float(),
+            uniforms=uniforms,
+            rule=rule,
+            lenience=1.0,
+        )
+    )
+    expected, found = REFERENCE.run(case), operator.run(case)
+    assert torch.equal(expected.tokens[:, 0], eight[which])
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.status, expected.status)
 

@@ -1,9 +1,8 @@
 """Final draws by inverse CDF in integers: csrc/core/fixed_point.h and csrc/cpu/draw.cpp.
 
 A draw reads the weights of its law, or of its residual, tile by tile for their sums (a launch over
-requests x splits), and one tile again for the search (a launch over requests). A residual takes one
-more read before, for the mass that its weights are scaled by. Writes 8 bytes a tile and pass.
-Numerics: weights in float32, summed as uint64, so that no order matters.
+requests x splits), and one tile again for the search (a launch over requests). Writes 8 bytes a
+tile. Numerics: weights in float32, summed as uint64, so that no order matters.
 """
 
 from __future__ import annotations
@@ -185,9 +184,9 @@ def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr
 
 
 @triton.jit
-def residual_masses(weights, mass):
-    """Integer weights of a residual: they sum to 2^62 whatever its mass, if above 2^-65."""
-    unit = tl.minimum(4611686018427387904.0 / mass, LARGEST_UNIT).to(tl.float32)
+def residual_masses(task, weights):
+    """Integer weights of a residual: they sum to 2^62 at most (csrc/core/fixed_point.h)."""
+    unit = tl.minimum(4611686018427387904.0 / task.target, LARGEST_UNIT).to(tl.float32)
     return (weights * unit).to(tl.uint64)
 
 

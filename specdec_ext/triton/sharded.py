@@ -56,7 +56,7 @@ from .laws import (
     row_at,
     value_at,
 )
-from .verify import residual_mass, verify
+from .verify import verify
 
 #: The bits of -inf as float32: what every rank knows of a token that nobody has.
 NO_VALUE = tl.constexpr(-8388608)
@@ -135,22 +135,22 @@ def find_argmax(first, second, summaries, found, first_rows, tiles, TILE: tl.con
 
 
 @triton.jit
-def draw_here(target, draft, laws, task, law, masses, sums, law_sums, b, tiles, TILE: tl.constexpr):
+def draw_here(target, draft, laws, task, law, sums, law_sums, b, tiles, TILE: tl.constexpr):
     """Draw the token of a task, as `draw_task` does; -1 where another rank has its tile."""
     source = row_at(target, b, task.row)
-    mass = residual_mass(task, masses, b, tiles)
+    residual = task.residual > 0
     own = sums + b * tiles
-    if (mass > 0.0) & (total_of(own, tiles) == 0):
-        # All weights were rounded to 0: the target's law after all.
-        mass = tl.full([], 0.0, tl.float64)
+    if residual & (total_of(own, tiles) == 0):
+        # It is empty, by rounding or because p = q: what is left is the target's own law.
+        residual = task.residual < 0
         own = law_sums + b * tiles
     tile, left = find_tile(own, tiles, draw_threshold(task.u, total_of(own, tiles)))
     tile = tl.minimum(tile, tiles - 1)
     token = tl.full([], -1, tl.int64)
     if (tile * TILE >= source.first) & (tile * TILE < source.last):
-        if mass > 0.0:
+        if residual:
             taken = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-            weights = residual_masses(taken, mass)
+            weights = residual_masses(task, taken)
         else:
             weights = law_masses(source, law, tile, TILE)
         token = find_entry(weights, source.entries, tile, left, TILE)
@@ -159,7 +159,7 @@ def draw_here(target, draft, laws, task, law, masses, sums, law_sums, b, tiles, 
 
 @triton.jit(do_not_specialize=["gamma", "tiles"])
 def find_last_tokens(
-    target, draft, laws, tasks, children, masses, sums, law_sums, found, gamma, tiles,
+    target, draft, laws, tasks, children, sums, law_sums, found, gamma, tiles,
     RACED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the last token of a request and its logit's bits, if this rank has it. Grid: requests.
@@ -177,9 +177,7 @@ def find_last_tokens(
         if RACED:
             token = law.extra.to(tl.int64)
         else:
-            token = draw_here(
-                target, draft, laws, task, law, masses, sums, law_sums, b, tiles, TILE
-            )
+            token = draw_here(target, draft, laws, task, law, sums, law_sums, b, tiles, TILE)
     if (token >= source.first) & (token < source.last):
         bits = value_at(source, token).to(tl.int32, bitcast=True)
         tl.store(found + b * 2, token)

@@ -1,9 +1,9 @@
 """Chain verification: laws of all rows, the rule, then the last draw of every request.
 
-Launches: the laws (2, with filters 4), the rule (1; block 3, coupled 3), the draws (3; coupled 1;
+Launches: the laws (2, with filters 4), the rule (1; block 3, coupled 3), the draws (2; coupled 1;
 raw log-probabilities 3 more), and the map of a reduced draft vocabulary (1 and two fills). Traffic:
-draft and target rows for the laws, a rejected token's two rows twice more for its residual, or an
-accepted draft's last row once; block: see verify_block.py, coupled: race.py. Workspace is
+draft and target rows for the laws, a rejected token's two rows once more for its residual, or an
+accepted draft's last row; block: see verify_block.py, coupled: race.py. Workspace is
 O(rows x tiles), and of a map O(V).
 """
 
@@ -46,7 +46,7 @@ from .launch import (
     stride_of,
     tiling,
 )
-from .law_pass import ENTROPY, NO_BATCH, NOTHING, RANK, Batch, is_given, summed
+from .law_pass import ENTROPY, NO_BATCH, NOTHING, RANK, Batch, is_given
 from .laws import (
     ALL_GREEDY,
     NO_LAW,
@@ -72,39 +72,14 @@ from .verify_stepwise import decide_stepwise
 # ---- the last draw ------------------------------------------------------------------------------
 
 
-@triton.jit
-def residual_mass(task, masses, b, tiles):
-    """Mass of a task's residual; 0 where the draw is from the target's law anyway."""
-    mass = tl.full([], 0.0, tl.float64)
-    if task.residual > 0:
-        mass = summed(masses, b, tiles)
-    return mass
-
-
-@triton.jit(do_not_specialize=["gamma", "tiles", "splits"])
-def weigh_residuals(
-    target, draft, laws, tasks, children, masses, gamma, tiles, splits, TILE: tl.constexpr
-):
-    """Write the masses of the residuals' tiles. Grid: requests x splits."""
-    program = tl.program_id(0).to(tl.int64)
-    b = program // splits
-    split = (program % splits).to(tl.int32)
-    task = load_task(tasks, children, b)
-    law = target_law(laws, b, task.row, gamma)
-    if needs_draw(law) & (task.residual > 0):
-        end = end_of_tiles(target, tiles, TILE)
-        for tile in range(first_tile(target, split, TILE), end, splits):
-            weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-            tl.store(masses + b * tiles + tile, tl.sum(weights, 0).to(tl.float64))
-
-
 @triton.jit(do_not_specialize=["gamma", "tiles", "splits"])
 def sum_draws(
-    target, draft, laws, tasks, children, masses, sums, gamma, tiles, splits, TILE: tl.constexpr
-):
+    target, draft, laws, tasks, children, sums, gamma, tiles, splits,
+    RESIDUALS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write the tiles' sums of integer weights. Grid: requests x splits.
 
-    No residual mass, by rounding or because p = q: the target's own law is what is left.
+    RESIDUALS: where a task asks for one; else all are drawn from the target's laws.
     """
     program = tl.program_id(0).to(tl.int64)
     b = program // splits
@@ -112,13 +87,12 @@ def sum_draws(
     task = load_task(tasks, children, b)
     law = target_law(laws, b, task.row, gamma)
     if needs_draw(law):
-        mass = residual_mass(task, masses, b, tiles)
         first = first_tile(target, split, TILE)
         end = end_of_tiles(target, tiles, TILE)
-        if mass > 0.0:
+        if RESIDUALS & (task.residual > 0):
             for tile in range(first, end, splits):
                 weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-                total = tl.sum(residual_masses(weights, mass), 0)
+                total = tl.sum(residual_masses(task, weights), 0)
                 tl.store(sums + b * tiles + tile, total.to(tl.int64))
         else:
             source = row_at(target, b, task.row)
@@ -126,23 +100,23 @@ def sum_draws(
 
 
 @triton.jit
-def draw_task(target, draft, laws, task, law, masses, sums, b, tiles, TILE: tl.constexpr):
+def draw_task(target, draft, laws, task, law, sums, b, tiles, TILE: tl.constexpr):
     """Draw the token of a task."""
     source = row_at(target, b, task.row)
-    mass = residual_mass(task, masses, b, tiles)
+    residual = task.residual > 0
     total = total_of(sums, tiles)
-    if (mass > 0.0) & (total == 0):
-        # All weights were rounded to 0: the target's law after all.
-        mass = tl.full([], 0.0, tl.float64)
+    if residual & (total == 0):
+        # It is empty, by rounding or because p = q: what is left is the target's own law.
+        residual = task.residual < 0
         # One thread overwrites what all have summed, and will load again.
         tl.debug_barrier()
         sum_law(source, law, sums, tiles, 0, 1, TILE)
         tl.debug_barrier()
-    if mass > 0.0:
+    if residual:
         tile, left = find_tile(sums, tiles, draw_threshold(task.u, total))
         tile = tl.minimum(tile, tiles - 1)
         weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-        token = find_entry(residual_masses(weights, mass), source.entries, tile, left, TILE)
+        token = find_entry(residual_masses(task, weights), source.entries, tile, left, TILE)
     else:
         token = draw_from_law(source, law, sums, tiles, task.u, TILE)
     return token
@@ -150,7 +124,7 @@ def draw_task(target, draft, laws, task, law, masses, sums, b, tiles, TILE: tl.c
 
 @triton.jit(do_not_specialize=["gamma", "tiles"])
 def draw_last_tokens(
-    target, draft, laws, tasks, children, masses, sums, num_accepted, tokens, logprobs,
+    target, draft, laws, tasks, children, sums, num_accepted, tokens, logprobs,
     gamma, tiles, RACED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the last token of every request. Grid: requests. Token 0 where there is no law.
@@ -168,7 +142,7 @@ def draw_last_tokens(
             token = law.extra.to(tl.int64)
         else:
             own = sums + b * tiles
-            token = draw_task(target, draft, laws, task, law, masses, own, b, tiles, TILE)
+            token = draw_task(target, draft, laws, task, law, own, b, tiles, TILE)
     logprob = tl.full([], float("nan"), tl.float32)
     if law.kind != NO_LAW:
         logprob = log_probability(law, value_at(row_at(target, b, task.row), token))
@@ -277,31 +251,26 @@ def draw_tokens(
     batch, gamma, _, tiles = shape
     sources = (target.rows, draft.rows, laws, outputs.tasks, children)
     tile = dict(TILE=tiles.size, num_warps=8)
-    masses = sums = law_sums = None
+    sums = law_sums = None
     if not raced:
-        masses = laws.target.new_empty((batch, tiles.number))
         sums = laws.target.new_empty((batch, tiles.number), dtype=torch.int64)
         splits = tiles.splits(batch)
-        grid = batch * splits
         passes = (gamma, tiles.number, splits)
-        launch(weigh_residuals, grid, *sources, masses, *passes, **tile)
+        launch(sum_draws, batch * splits, *sources, sums, *passes, RESIDUALS=True, **tile)
         if ranks is not None:
-            ranks.share(tiles, masses)
-        launch(sum_draws, grid, *sources, masses, sums, *passes, **tile)
-        if ranks is not None:
-            # Without residuals, for requests whose residual weights all come out as 0: it shows
-            # only in the sums of all ranks; to ask then would take the host or one exchange more.
+            # For requests whose residual weights all come out as 0: it shows only in the sums of
+            # all ranks; to ask then would take the host or one exchange more.
             law_sums = torch.empty_like(sums)
-            nothing = torch.zeros_like(masses)
-            launch(sum_draws, grid, *sources, nothing, law_sums, *passes, **tile)
+            grid = batch * splits
+            launch(sum_draws, grid, *sources, law_sums, *passes, RESIDUALS=False, **tile)
             ranks.share(tiles, sums, law_sums)
     if ranks is not None:
-        ranks.draw(sources, (masses, sums, law_sums), outputs, gamma, tiles, raced)
+        ranks.draw(sources, (sums, law_sums), outputs, gamma, tiles, raced)
         return
     launch(
         draw_last_tokens,
         batch,
-        *(*sources, masses, sums, outputs.num_accepted, outputs.tokens, outputs.logprobs),
+        *(*sources, sums, outputs.num_accepted, outputs.tokens, outputs.logprobs),
         *(gamma, tiles.number),
         RACED=raced,
         **tile,
