@@ -341,8 +341,8 @@ class SpecDrafter(T5PreTrainedModel):
         and what is emitted has the target's law as before: the others are tokens that it proposes
         with probability 0. It may be trained, or made of a trained drafter.
 
-        The most frequent tokens are what to choose, and the end token (Zhao et al., "FR-Spec", arXiv
-        2502.14856, do so for draft models of a large vocabulary).
+        Choose the most frequent tokens, and the end token (as "FR-Spec" does for draft models of
+        large vocabularies: Zhao et al., arXiv 2502.14856).
 
         Parameters
         ----------
