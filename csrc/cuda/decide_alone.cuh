@@ -95,8 +95,8 @@ __device__ __forceinline__ RowLaw find_law(const Scratch& s, const Row& row, int
 }
 
 // What the target's law says of a node. By a full warp.
-__device__ __forceinline__ void find_target(const VerifyParams& p, const Scratch& s,
-                                            const Request& r, int64_t i, LoneNode* node) {
+__device__ __forceinline__ void find_target(const Scratch& s, const Request& r, int64_t i,
+                                            LoneNode* node) {
   const RowLaw law = find_law(s, node->target.row, r.b * s.rows + i, r.target_filters);
   const bool ends = i >= r.drafted || !law.valid;
   const bool tells = !ends && node->known;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void find_laws_of(const VerifyParams& p, const Scratc
   const int32_t rows = kLaws ? 2 * count : count;
   for (int32_t k = threadIdx.x / kWarp; k < rows; k += kWarps) {
     if (k < count) {
-      find_target(p, s, r, base + k, nodes->data() + k);
+      find_target(s, r, base + k, nodes->data() + k);
     } else {
       find_draft(p, s, r, base + k - count, nodes->data() + k - count);
     }
