@@ -14,10 +14,10 @@ namespace SPECDEC_CPU_ISA {
 constexpr double kLawUnit = 0x1p40;
 static_assert(kMaxVocab * kLawUnit < 0x1p64, "a sum that wraps around is a wrong token");
 
-// Of a residual [target p - draft q]+, which sums to S <= target: integers then sum to
-// 2^62 S / target. Nobody has to know S. Where it is small they have fewer bits, and such a
-// residual is drawn from as seldom: S / target is the probability that a draw comes to it, about.
-SPECDEC_HD double residual_unit(double target) { return target > 0.0 ? 0x1p62 / target : 0.0; }
+// Over the coefficient t, the unit of a residual [t p - d q]+, which sums to S <= t: its integers
+// sum to 2^62 S / t. Nobody has to know S. Where it is small they have fewer bits, and such a
+// residual is drawn from as seldom: S / t is about the probability that a draw comes to it.
+constexpr double kResidualUnit = 0x1p62;
 
 SPECDEC_HD uint64_t multiply_high(uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH__

@@ -276,10 +276,10 @@ __device__ __forceinline__ bool knows_token(DrawTask* task) {
   return true;
 }
 
-// residual_unit of core/fixed_point.h in float32, at most 2^127: in float64 many GPUs would take
-// longer for this than for a tile.
-__device__ __forceinline__ float float_unit(double target) {
-  return fminf(quotient(0x1p62, target), 0x1p127f);
+// Of a residual with this coefficient of the target's law, at most 2^127. In float32: in float64
+// many GPUs would take longer for this than for a tile.
+__device__ __forceinline__ float residual_unit(double target) {
+  return fminf(quotient(kResidualUnit, target), 0x1p127f);
 }
 
 // What is drawn from: the law, or the residual in units of 1 / unit.
@@ -289,7 +289,7 @@ struct DrawWeights : TileWeights<kElements, kTree> {
 
   __device__ __forceinline__ DrawWeights(const DrawTask& task, bool residual)
       : TileWeights<kElements, kTree>(task, residual),
-        unit(residual ? float_unit(task.coefficients.target) : static_cast<float>(kLawUnit)) {}
+        unit(residual ? residual_unit(task.coefficients.target) : static_cast<float>(kLawUnit)) {}
 
   // kApart: as in `weigh`.
   template <bool kApart = false>
