@@ -2,8 +2,7 @@
 
     python benchmarks/bench_block_drafting.py                  # the paper's size, random weights
     python benchmarks/bench_block_drafting.py --model FOLDER   # a trained one
-    python benchmarks/bench_block_drafting.py --draft-vocabulary 8192 --packed  # which proposes
-                                                               # these alone; weights packed
+    python benchmarks/bench_block_drafting.py --draft-vocabulary 8192 --packed  # of these tokens
     python benchmarks/bench_block_drafting.py --quick          # does it run?
 
 Milliseconds are those of `BlockDrafter.propose` in a round: the decoder's call on the tokens that

@@ -370,7 +370,6 @@ def test_some_of_the_vocabulary(model, monkeypatch, large, tmp_path):
     assert predicted(fewer).abs().max() == 0
 
 
-@torch.inference_mode(False)
 def test_packed_weights(model, monkeypatch):
     """`pack_linears` reaches the output layer of a reduced vocabulary, and a layer of others."""
     monkeypatch.setattr(packed, "_SMALLEST", 1)
