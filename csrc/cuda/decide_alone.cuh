@@ -200,7 +200,8 @@ __device__ __forceinline__ void pass_lone_nodes(const VerifyParams& p, Request* 
   if (is_clerk() && stop < kWarp) {
     if (!d->decided) draw_at((*nodes)[stop], from_target, 1.0, base + stop, r);
     const bool comes_to_end = end < kWarp && (over_there || all);
-    if (comes_to_end && !(*nodes)[end].usable) r->status |= kNoDraftLaw;
+    const bool drafted = comes_to_end && !(*nodes)[end].ends;  // over for the want of a draft's law
+    if (drafted && !(*nodes)[end].usable) r->status |= kNoDraftLaw;
   }
   report_log_probabilities(p, *r, base, stop, nodes);
   if (stop == kWarp) return;
