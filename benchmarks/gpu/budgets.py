@@ -101,11 +101,11 @@ BUDGETS = {
     "scan_laws<0, 3>": Budget(106, spills=8, registers=64),  # rows of two types
     "scan_laws<1, 3>": Budget(101, registers=80),  # masked
     "scan_rows<0>": Budget(91, spills=17, registers=64),
-    "finish_laws<0>": Budget(286, spills=284, registers=80),
-    "finish_laws<1>": Budget(366, spills=325, registers=80),
-    "finish_rows<1>": Budget(311, spills=450, registers=80),
-    "finish_rows<0>": Budget(240, spills=354, registers=80),
-    "race_rows": Budget(123, spills=4, registers=80),
+    "finish_laws<0>": Budget(193, spills=205, registers=80),
+    "finish_laws<1>": Budget(235, spills=205, registers=80),
+    "finish_rows<1>": Budget(207, spills=330, registers=80),
+    "finish_rows<0>": Budget(162, spills=241, registers=80),
+    "race_rows": Budget(121, spills=2, registers=80),
     "race_nodes": Budget(87, registers=80),
     "decide<1>": Budget(233, spills=225, stream=ROW_16, per_entry=14.5, fp64=0.1),
     "decide<2>": Budget(233, spills=223, stream=ROW_16, per_entry=13.5, fp64=0.1),
@@ -116,8 +116,8 @@ BUDGETS = {
     "draw_extra<1>": Budget(55, stream=ROW_16, per_entry=15),
     "draw_extra<2>": Budget(55, stream=ROW_16, per_entry=14),
     "draw_extra<0>": Budget(58, stream=ROW_32, per_entry=15.5),
-    "draw_extra<3>": Budget(139, spills=7, stream=ROW_16, per_entry=14.5),
-    "draw_tokens<1>": Budget(55, spills=18, registers=64, stream=ROW_16, per_entry=14),
+    "draw_extra<3>": Budget(135, spills=7, stream=ROW_16, per_entry=14.5),
+    "draw_tokens<1>": Budget(55, spills=4, registers=64, stream=ROW_16, per_entry=14),
     "draw_tokens<2>": Budget(55, spills=4, registers=64, stream=ROW_16, per_entry=14),
     "draw_tokens<0>": Budget(55, spills=4, registers=64, stream=ROW_32, per_entry=13),
     "draw_tokens<3>": Budget(82, spills=13, registers=64, stream=ROW_16, per_entry=13.5),
@@ -125,9 +125,9 @@ BUDGETS = {
     "draw_token<2>": Budget(71, spills=7, stream=ROW_16, per_entry=14.5),
     "draw_token<0>": Budget(73, spills=7, stream=ROW_32, per_entry=15),
     "draw_token<3>": Budget(157, spills=7, stream=ROW_16, per_entry=15),
-    "open_trees": Budget(31, spills=3, registers=64),
-    "write_laws<0>": Budget(236, spills=329, registers=80),
-    "write_laws<1>": Budget(291, spills=426, registers=80),
+    "open_trees": Budget(27, registers=64),
+    "write_laws<0>": Budget(158, spills=240, registers=80),
+    "write_laws<1>": Budget(186, spills=327, registers=80),
     "visit_trees<1>": Budget(193, spills=338, stream=ROW_16, per_entry=14, fp64=0.1),
     "visit_trees<2>": Budget(194, spills=337, stream=ROW_16, per_entry=13, fp64=0.1),
     "visit_trees<0>": Budget(182, spills=36, stream=ROW_32, per_entry=13.5, fp64=0.1),
@@ -137,7 +137,7 @@ BUDGETS = {
 #: Of any other kernel.
 OTHERWISE = Budget(265)
 #: Of any kernel that knows lists of draft tokens: the most that one of them takes.
-LISTED = Budget(367, spills=451)
+LISTED = Budget(314, spills=343)
 
 
 def budget_of(name: str) -> Budget:

@@ -79,32 +79,79 @@ struct CandidateSource {
   }
 };
 
+__device__ __forceinline__ void load_vector_at(const Row& row, int64_t first, RawVector* out) {
+  if (row.element == Element::kFloat32) {
+    load_vector<4>(row.element, span_from<4>(row, first), 0, out);
+  } else {
+    load_vector<2>(row.element, span_from<2>(row, first), 0, out);
+  }
+}
+
+__device__ __forceinline__ void hide_in_vector(const Row& row, int64_t first, float* x) {
+  const uint32_t allowed = allowed_in_vector(row, first);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    if ((allowed >> j & 1u) == 0) x[j] = nothing(row);
+  }
+}
+
 template <bool kMasked>
 struct RowSource {
   const Row& row;
 
+  // A thread's vectors lie a block apart. The next one is on its way while one is visited; one copy
+  // of the code does either.
   template <typename Visit>
   __device__ __forceinline__ void operator()(const Visit& visit) const {
-    for (int64_t tile = 0; tile < num_tiles(row.vocab); ++tile) {
-      RawTile raw;
-      float x[kPerThread];
-      load_tile<Layout::kStriped>(row, tile, &raw);
-      widen_tile<Layout::kStriped, Elements::kAny, kMasked>(row, tile, raw, x);
-      // Masked entries and those past the row have no part in any selection.
+    constexpr int64_t kApart = kThreads * kVector;
+    RawVector raw, next;
+#pragma unroll 1
+    for (int64_t at = threadIdx.x * kVector; at < row.vocab + kApart; at += kApart) {
+      if (at < row.vocab) load_vector_at(row, at, &next);
+      if (at >= kApart) visit_vector(at - kApart, raw, visit);
+      raw = next;
+    }
+  }
+
+ private:
+  // Masked entries and those past the row have no part in any selection.
+  template <typename Visit>
+  __device__ __forceinline__ void visit_vector(int64_t first, const RawVector& raw,
+                                               const Visit& visit) const {
+    float x[kVector];
+    widen_vector(row.element, raw, x);
+    if (kMasked) hide_in_vector(row, first, x);
 #pragma unroll
-      for (int j = 0; j < kPerThread; ++j) {
-        if (x[j] > -INFINITY) visit(x[j]);
-      }
+    for (int j = 0; j < kVector; ++j) {
+      if (x[j] > -INFINITY) visit(x[j]);
     }
   }
 };
 
 // ---- selections ---
 
+// Masses of a law's entries in 2^-40 fixed point: 0 below its cutoff.
+struct Mass {
+  ExpWeight weight;
+  __device__ __forceinline__ explicit Mass(const RowLaw& law) : weight(law) {}
+  __device__ __forceinline__ uint64_t operator()(float x) const { return fixed_weight(weight(x)); }
+};
+
+// What a selection adds up: entries, or their masses. One type for both, because the code of a
+// selection is large.
+struct Weigh {
+  bool counts;
+  Mass mass;
+  __device__ __forceinline__ uint64_t operator()(float x) const { return counts ? 1 : mass(x); }
+};
+
+__device__ __forceinline__ Weigh by_number(const RowLaw& law) { return {true, Mass(law)}; }
+__device__ __forceinline__ Weigh by_mass(const RowLaw& law) { return {false, Mass(law)}; }
+
 // The largest value for which the weight of all entries >= it, `above` included, reaches the bound;
-// false if there is none. weigh(x) gives an entry's weight. A call: where entries are few, as a
-// rule, select_among_few takes its place.
-template <typename Source, typename Weigh>
+// false if there is none. A call: where entries are few, as a rule, select_among_few takes its
+// place.
+template <typename Source>
 __device__ __attribute__((noinline)) bool select_by_radix(CutoffMemory* memory,
                                                           const Source& source, uint64_t bound,
                                                           uint64_t above, const Weigh& weigh,
@@ -129,7 +176,6 @@ __device__ __attribute__((noinline)) bool select_by_radix(CutoffMemory* memory,
 
 // The same of at most kThreads candidates: a thread compares its own with all of them, between
 // three barriers in the place of a dozen.
-template <typename Weigh>
 __device__ __forceinline__ bool select_among_few(CutoffMemory* memory,
                                                  const CandidateSource& source, uint64_t bound,
                                                  uint64_t above, const Weigh& weigh, float* value) {
@@ -159,7 +205,7 @@ __device__ __forceinline__ bool select_among_few(CutoffMemory* memory,
   return found >= 0;
 }
 
-template <typename Source, typename Weigh>
+template <typename Source>
 __device__ __forceinline__ bool select_value(CutoffMemory* memory, const Source& source,
                                              uint64_t bound, uint64_t above, const Weigh& weigh,
                                              float* value) {
@@ -171,17 +217,10 @@ __device__ __forceinline__ bool select_value(CutoffMemory* memory, const Source&
   return select_by_radix(memory, source, bound, above, weigh, value);
 }
 
-// Masses of a law's entries in 2^-40 fixed point: 0 below its cutoff.
-struct Mass {
-  ExpWeight weight;
-  __device__ __forceinline__ explicit Mass(const RowLaw& law) : weight(law) {}
-  __device__ __forceinline__ uint64_t operator()(float x) const { return fixed_weight(weight(x)); }
-};
-
-template <typename Source, typename Weigh>
-__device__ __forceinline__ uint64_t sum_of(const Source& source, const Weigh& weigh) {
+template <typename Source>
+__device__ __forceinline__ uint64_t sum_of(const Source& source, const Mass& mass) {
   uint64_t sum = 0;
-  source([&](float x) { sum += weigh(x); });
+  source([&](float x) { sum += mass(x); });
   return block_sum(sum);
 }
 
@@ -222,22 +261,6 @@ __device__ __forceinline__ bool list_groups(CutoffMemory* memory, const float* g
   *count = memory->count;
   __syncthreads();
   return *count <= kMaxCandidates;
-}
-
-__device__ __forceinline__ void load_vector_at(const Row& row, int64_t first, RawVector* out) {
-  if (row.element == Element::kFloat32) {
-    load_vector<4>(row.element, span_from<4>(row, first), 0, out);
-  } else {
-    load_vector<2>(row.element, span_from<2>(row, first), 0, out);
-  }
-}
-
-__device__ __forceinline__ void hide_in_vector(const Row& row, int64_t first, float* x) {
-  const uint32_t allowed = allowed_in_vector(row, first);
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    if ((allowed >> j & 1u) == 0) x[j] = nothing(row);
-  }
 }
 
 // All finite entries >= floor of a row as candidates; false if they do not fit.
@@ -364,12 +387,12 @@ __device__ __forceinline__ bool collect_bin(CutoffMemory* memory, const Row& row
 template <bool kMasked>
 __device__ __attribute__((noinline)) float top_p_in_row(CutoffMemory* memory, const Row& row,
                                                         const RowLaw& law, double top_p) {
-  const Mass mass(law);
+  const Weigh weigh = by_mass(law);
   const LogWeightBin bin_of(law);
   clear_histogram(memory);
   uint64_t total = 0;
   RowSource<kMasked>{row}([&](float x) {
-    const uint64_t weight = mass(x);
+    const uint64_t weight = weigh.mass(x);
     total += weight;
     if (weight > 0) shared_add(&memory->histogram[bin_of(x)], weight);
   });
@@ -382,9 +405,9 @@ __device__ __attribute__((noinline)) float top_p_in_row(CutoffMemory* memory, co
   CandidateSource candidates{};
   if (find_bin(memory, bound, &above, &bin) &&
       collect_bin<kMasked>(memory, row, law, bin, &candidates)) {
-    select_value(memory, candidates, bound, above, mass, &cutoff);
+    select_value(memory, candidates, bound, above, weigh, &cutoff);
   } else {
-    select_value(memory, RowSource<kMasked>{row}, bound, 0, mass, &cutoff);
+    select_value(memory, RowSource<kMasked>{row}, bound, 0, weigh, &cutoff);
   }
   return cutoff;
 }
@@ -394,21 +417,18 @@ __device__ __attribute__((noinline)) float top_p_in_row(CutoffMemory* memory, co
 // z, and the entropy in nats where `entropy` is not null, of what a law keeps.
 template <typename Source>
 __device__ __forceinline__ void sum_kept(const Source& source, RowLaw* law, double* entropy) {
-  const Mass mass(*law);
-  const double total = static_cast<double>(sum_of(source, mass));
+  const ExpWeight weight(*law);
+  uint64_t mass = 0, share = 0;
+  source([&](float x) {
+    const float w = weight(x);
+    mass += fixed_weight(w);
+    if (entropy != nullptr && w > 0.0f) share += fixed_weight(w * -weight.log2_weight(x));
+  });
+  const double total = static_cast<double>(block_sum(mass));
   law->z = total / kLawUnit;
   if (entropy == nullptr) return;
-  const ExpWeight weight(*law);
-  const double sum = static_cast<double>(sum_of(source, [&](float x) {
-    const float w = weight(x);
-    return w > 0.0f ? fixed_weight(w * -weight.log2_weight(x)) : 0;
-  }));
-  *entropy = log(law->z) + kLn2 * sum / total;
+  *entropy = log(law->z) + kLn2 * static_cast<double>(block_sum(share)) / total;
 }
-
-struct One {
-  __device__ __forceinline__ uint64_t operator()(float) const { return 1; }
-};
 
 // Sets cutoff and z from candidates; false where they turn out not to hold all that is kept.
 __device__ inline bool narrow_candidates(CutoffMemory* memory, const CandidateSource& candidates,
@@ -419,13 +439,14 @@ __device__ inline bool narrow_candidates(CutoffMemory* memory, const CandidateSo
   double total = law->z * kLawUnit;
   if (has_top_k(filters)) {
     // Less than k: there are no more finite entries, or min-p's floor is above the k-th.
-    select_value(memory, candidates, static_cast<uint64_t>(filters.top_k), 0, One{}, &law->cutoff);
+    select_value(memory, candidates, static_cast<uint64_t>(filters.top_k), 0, by_number(*law),
+                 &law->cutoff);
     total = static_cast<double>(sum_of(candidates, Mass(*law)));
   }
   if (has_top_p(filters)) {
     const uint64_t bound = top_p_bound(filters.top_p, static_cast<uint64_t>(total));
     const bool found =
-        select_value(memory, candidates, bound > 0 ? bound : 1, 0, Mass(*law), &law->cutoff);
+        select_value(memory, candidates, bound > 0 ? bound : 1, 0, by_mass(*law), &law->cutoff);
     if (!found && min_p < floor) return false;  // it lies below the floor, and so does min-p's
   }
   raise(&law->cutoff, min_p);
@@ -440,7 +461,8 @@ __device__ __attribute__((noinline)) void narrow_row(CutoffMemory* memory, const
                                                      double* entropy) {
   const RowSource<kMasked> source{row};
   if (has_top_k(filters)) {
-    select_value(memory, source, static_cast<uint64_t>(filters.top_k), 0, One{}, &law->cutoff);
+    select_value(memory, source, static_cast<uint64_t>(filters.top_k), 0, by_number(*law),
+                 &law->cutoff);
   }
   if (has_top_p(filters))
     raise(&law->cutoff, top_p_in_row<kMasked>(memory, row, *law, filters.top_p));

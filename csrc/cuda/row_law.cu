@@ -53,7 +53,7 @@ void row_law(const RowLawParams& p, const Gpu& gpu) {
 
 void load_row_law(const Loading& load) {
   load(write_laws<false>, write_laws<true>);
-  load_laws<Rows>(load);
+  load_scan<Rows>(load);
 }
 
 }  // namespace cuda

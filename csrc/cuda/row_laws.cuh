@@ -129,9 +129,14 @@ void launch_laws(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
 }
 
 template <typename Rows>
+void load_scan(const Loading& load) {
+  load(scan_rows<Rows, false>, scan_rows<Rows, true>);
+}
+
+template <typename Rows>
 void load_laws(const Loading& load) {
-  load(scan_rows<Rows, false>, scan_rows<Rows, true>, finish_rows<Rows, false>,
-       finish_rows<Rows, true>);
+  load_scan<Rows>(load);
+  load(finish_rows<Rows, false>, finish_rows<Rows, true>);
 }
 
 }  // namespace

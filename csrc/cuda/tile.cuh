@@ -166,17 +166,19 @@ struct ByElements {
 template <Elements kElements>
 using ElementsConstant = std::integral_constant<Elements, kElements>;
 
-// of(ElementsConstant<...>{}) gives a kernel. Where there is code for lists, one for all.
+// of(ElementsConstant<...>{}) gives a kernel. Where there is code for lists, one for all; no other
+// is compiled there.
 template <typename Of>
 auto by_elements(const Of& of) {
   if constexpr (kLists) {
     const auto kernel = of(ElementsConstant<Elements::kListed>{});
     return ByElements<std::decay_t<decltype(kernel)>>{{kernel, kernel, kernel, kernel}};
+  } else {
+    using Kernel = decltype(of(ElementsConstant<Elements::kAny>{}));
+    return ByElements<Kernel>{
+        {of(ElementsConstant<Elements::kFloat32>{}), of(ElementsConstant<Elements::kBFloat16>{}),
+         of(ElementsConstant<Elements::kFloat16>{}), of(ElementsConstant<Elements::kAny>{})}};
   }
-  using Kernel = decltype(of(ElementsConstant<Elements::kAny>{}));
-  return ByElements<Kernel>{
-      {of(ElementsConstant<Elements::kFloat32>{}), of(ElementsConstant<Elements::kBFloat16>{}),
-       of(ElementsConstant<Elements::kFloat16>{}), of(ElementsConstant<Elements::kAny>{})}};
 }
 
 enum class Layout {

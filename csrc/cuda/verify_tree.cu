@@ -238,7 +238,7 @@ void run(const VerifyTreeParams& given, const Gpu& gpu) {
 void load_all(const Loading& load) {
   load(open_trees, race_nodes, kVisit, kDraw, write_raw_logprobs);
   load_laws<TreeRows>(load);
-  load_laws<RawRows>(load);
+  load_scan<RawRows>(load);
 }
 
 }  // namespace
