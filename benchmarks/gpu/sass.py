@@ -238,11 +238,6 @@ def program() -> Path:
 
 def kernels(library: Path, arch: int) -> list[Kernel]:
     """Read the kernels that a library or object file has for an architecture (90: sm_90)."""
-    return list(kernels_by_symbol(library, arch).values())
-
-
-def kernels_by_symbol(library: Path, arch: int) -> dict[str, Kernel]:
-    """Read them by their mangled names."""
     reader = program()
 
     def dump(what: str) -> str:
@@ -250,10 +245,9 @@ def kernels_by_symbol(library: Path, arch: int) -> dict[str, Kernel]:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     usage = dict(_usages(dump("-res-usage")))
-    return {
-        symbol: Kernel(readable(symbol), *usage[symbol], code)
-        for symbol, code in _codes(dump("-sass"))
-    }
+    return [
+        Kernel(readable(symbol), *usage[symbol], code) for symbol, code in _codes(dump("-sass"))
+    ]
 
 
 def _usages(text: str) -> Iterator[tuple[str, tuple[int, int, int]]]:

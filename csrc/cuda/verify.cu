@@ -225,7 +225,8 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   return s;
 }
 
-constexpr auto kScanMasked = scan_laws < true, kLists ? Elements::kListed : Elements::kAny > ;
+constexpr Elements kOfMasked = kLists ? Elements::kListed : Elements::kAny;
+constexpr auto kScanMasked = scan_laws<true, kOfMasked>;
 const auto kScan = by_elements([](auto e) { return scan_laws<false, decltype(e)::value>; });
 const auto kDecide = by_elements([](auto e) { return decide<decltype(e)::value>; });
 const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value>; });

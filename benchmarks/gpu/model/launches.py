@@ -59,27 +59,30 @@ def symbol_key(symbol: str) -> str:
     return found + symbol[place:]
 
 
-def compiled(source: Path) -> tuple[Path, Path]:
-    """Compile CUDA sources to PTX and that to machine code, unless it was done before.
-
-    Returns
-    -------
-    tuple of Path
-        The PTX, and a library of machine code.
-    """
+def compiled(source: Path) -> Path:
+    """Compile CUDA sources to PTX, unless it was done before."""
     folder = common.ROOT / "csrc"
     content = hashlib.sha256(" ".join(NVCC_FLAGS).encode())
     for path in sorted([*folder.glob("cuda/*"), *folder.glob("core/*"), source]):
         content.update(path.read_bytes())
-    stem = BUILD / f"{source.stem}-{content.hexdigest()[:12]}"
-    ptx, cubin = stem.with_suffix(".ptx"), stem.with_suffix(".cubin")
+    ptx = BUILD / f"{source.stem}-{content.hexdigest()[:12]}.ptx"
+    return made_once(ptx, "nvcc", *NVCC_FLAGS, "-ptx", source)
+
+
+def assembled(ptx: Path, symbol: str) -> Path:
+    """Make machine code of one kernel of a PTX file, unless it was done before."""
+    kernel = hashlib.sha256(symbol.encode()).hexdigest()[:12]
+    cubin = ptx.with_name(f"{ptx.stem}-{kernel}.cubin")
+    return made_once(cubin, "ptxas", f"-arch=sm_{ARCH}", "--entry", symbol, ptx)
+
+
+def made_once(path: Path, program: str, *arguments: str | Path) -> Path:
+    """Have a program make a file that is not there yet; of several processes one does."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with fibres.one_at_a_time("gpu-model"):
-        if not ptx.exists():
-            run_compiler("nvcc", *NVCC_FLAGS, "-ptx", source, to=ptx)
-        if not cubin.exists():
-            run_compiler("ptxas", f"-arch=sm_{ARCH}", ptx, to=cubin)
-    return ptx, cubin
+        if not path.exists():
+            run_compiler(program, *arguments, to=path)
+    return path
 
 
 def run_compiler(program: str, *arguments: str | Path, to: Path) -> None:
@@ -97,29 +100,34 @@ class Sources:
 
     def __init__(self, sources: Sequence[Path], latencies: Latencies) -> None:
         self._latencies = latencies
-        self._modules: dict[str, tuple[Module, str]] = {}
+        self._places: dict[str, tuple[Module, Path, str]] = {}  # of each kernel, and its own name
         self._costs: dict[str, Cost] = {}
         self._programs: dict[str, Program] = {}
         for source in sources:
-            ptx, cubin = compiled(source)
+            ptx = compiled(source)
             module = Module.read(ptx)
-            self._modules.update({symbol_key(k): (module, k) for k in module.kernels})
-            for symbol, kernel in sass.kernels_by_symbol(cubin, ARCH).items():
-                self._costs[symbol_key(symbol)] = cost_of(kernel, None)
+            self._places.update({symbol_key(k): (module, ptx, k) for k in module.kernels})
+
+    def _place(self, symbol: str) -> tuple[Module, Path, str]:
+        key = symbol_key(symbol)
+        if key not in self._places:
+            raise KeyError(f"{symbol}: the compiled sources have no such kernel")
+        return self._places[key]
 
     def program(self, symbol: str) -> Program:
         """Give a kernel, ready to run."""
-        key = symbol_key(symbol)
-        if key not in self._programs:
-            if key not in self._modules:
-                raise KeyError(f"{symbol}: the compiled sources have no such kernel")
-            module, name = self._modules[key]
-            self._programs[key] = Program(module.kernel(name), self._latencies)
-        return self._programs[key]
+        if symbol not in self._programs:
+            module, _, name = self._place(symbol)
+            self._programs[symbol] = Program(module.kernel(name), self._latencies)
+        return self._programs[symbol]
 
     def cost(self, symbol: str) -> Cost:
         """Give what the kernel's machine code takes of a multiprocessor."""
-        return self._costs[symbol_key(symbol)]
+        if symbol not in self._costs:
+            _, ptx, name = self._place(symbol)
+            (kernel,) = sass.kernels(assembled(ptx, name), ARCH)
+            self._costs[symbol] = cost_of(kernel, None)
+        return self._costs[symbol]
 
 
 # ---- watching the stand-in -----------------------------------------------------------------------
