@@ -99,8 +99,8 @@ template <bool kMasked>
 struct RowSource {
   const Row& row;
 
-  // A thread's vectors lie a block apart. The next one is on its way while one is visited; one copy
-  // of the code does either.
+  // A thread's vectors lie a block apart. A round loads the next of them before it visits the one
+  // that the round before has loaded: the wait overlaps, and the code for each is there once.
   template <typename Visit>
   __device__ __forceinline__ void operator()(const Visit& visit) const {
     constexpr int64_t kApart = kThreads * kVector;
