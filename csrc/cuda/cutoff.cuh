@@ -174,30 +174,43 @@ __device__ __attribute__((noinline)) bool select_by_radix(CutoffMemory* memory,
   return true;
 }
 
-// The same of at most kThreads candidates: a thread compares its own with all of them, between
-// three barriers in the place of a dozen.
+// Threads that compare one of `count` candidates with all others, a part of them each; neighbours.
+__device__ __forceinline__ int32_t comparing_threads(int32_t count) {
+  return 4 * count <= kThreads ? 4 : 2 * count <= kThreads ? 2 : 1;
+}
+
+// The same of at most kThreads candidates, which are compared with each other, between three
+// barriers in the place of a dozen.
 __device__ __forceinline__ bool select_among_few(CutoffMemory* memory,
                                                  const CandidateSource& source, uint64_t bound,
                                                  uint64_t above, const Weigh& weigh, float* value) {
-  const int32_t mine = static_cast<int32_t>(threadIdx.x);
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t parts = comparing_threads(source.count);
+  const int32_t mine = thread / parts;
   uint64_t* weights = memory->histogram;
   const bool has_one = mine < source.count;
   const float x = has_one ? source.values[mine] : 0.0f;
-  if (has_one) weights[mine] = weigh(x);
-  if (mine == 0) memory->bin = -1;
+  const uint64_t weight = has_one ? weigh(x) : 0;
+  if (has_one && thread % parts == 0) weights[mine] = weight;
+  if (thread == 0) memory->bin = -1;
   __syncthreads();
+  uint64_t larger = 0;
+  uint32_t ties = 0;  // itself among them; equal values have equal weights
   if (has_one) {
-    uint64_t reached = above;
 #pragma unroll 4
-    for (int32_t i = 0; i < source.count; ++i) {
+    for (int32_t i = thread % parts; i < source.count; i += parts) {
       const float other = source.values[i];
-      const uint64_t weight = weights[i];
-      above += other > x ? weight : 0;
-      reached += other >= x ? weight : 0;
+      larger += other > x ? weights[i] : 0;
+      ties += other == x ? 1 : 0;
     }
-    // Of equal values any will do.
-    if (above < bound && reached >= bound) atomicMax(&memory->bin, mine);
   }
+  for (int32_t lanes = 1; lanes < parts; lanes *= 2) {
+    larger += __shfl_xor_sync(kAllLanes, larger, lanes);
+    ties += __shfl_xor_sync(kAllLanes, ties, lanes);
+  }
+  above += larger;
+  // Of equal values any will do.
+  if (has_one && above < bound && above + ties * weight >= bound) atomicMax(&memory->bin, mine);
   __syncthreads();
   const int32_t found = memory->bin;
   if (found >= 0) *value = source.values[found] + 0.0f;  // -0 as 0, as keys have it
