@@ -38,6 +38,12 @@ struct LoneNode {
 
 using LoneNodes = SharedArray<LoneNode, kNodesAtOnce>;
 
+// Whether nothing but the want of the draft's law ends the way down at a node. Where the target's
+// is missing as well, that one is reported.
+__device__ __forceinline__ bool lacks_draft_law(const LoneNode& node) {
+  return !node.ends && !node.usable;
+}
+
 // A thread with time left: nodes are the first warps' first.
 __device__ __forceinline__ bool is_clerk() { return threadIdx.x == kThreads - kWarp; }
 
@@ -200,8 +206,7 @@ __device__ __forceinline__ void pass_lone_nodes(const VerifyParams& p, Request* 
   if (is_clerk() && stop < kWarp) {
     if (!d->decided) draw_at((*nodes)[stop], from_target, 1.0, base + stop, r);
     const bool comes_to_end = end < kWarp && (over_there || all);
-    const bool drafted = comes_to_end && !(*nodes)[end].ends;  // over for the want of a draft's law
-    if (drafted && !(*nodes)[end].usable) r->status |= kNoDraftLaw;
+    if (comes_to_end && lacks_draft_law((*nodes)[end])) r->status |= kNoDraftLaw;
   }
   report_log_probabilities(p, *r, base, stop, nodes);
   if (stop == kWarp) return;
@@ -252,10 +257,8 @@ __device__ __forceinline__ void flow_through_lone(const VerifyParams& p, Request
   d->goes_on = leaf == kNodesAtOnce;
   if (is_clerk()) {
     if (winner >= 0) draw_at((*nodes)[winner], winner == leaf, inflow, d->accepted, r);
-    if (!d->goes_on) {
-      const LoneNode& last = (*nodes)[leaf];
-      if (!last.ends && !last.usable && d->inflow != 0.0) r->status |= kNoDraftLaw;
-    }
+    const bool starves = !d->goes_on && d->inflow != 0.0 && lacks_draft_law((*nodes)[leaf]);
+    if (starves) r->status |= kNoDraftLaw;
   }
   // If it goes on behind these nodes, one of them may be the winner all the same: end_flow.
   report_log_probabilities(p, *r, base, d->goes_on ? leaf : winner, nodes);

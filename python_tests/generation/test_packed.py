@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -11,10 +12,17 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec_ext
-from specdec_ext.decoding import SuffixDrafter, pack_linears
+from specdec_ext.decoding import SuffixDrafter, pack_linears, packed
 from specdec_ext.decoding.packed import PackedLinear
 
 SIZE = 512  # 2^18 weights, the fewest that are packed
+
+
+@pytest.fixture(autouse=True, params=[range(0), range(1, 5)], ids=["elsewhere", "avx2"])
+def few(request, monkeypatch):
+    """Rows that are multiplied from the right, whatever processor this is."""
+    monkeypatch.setattr(packed, "_FEW_ROWS", request.param)
+    return request.param
 
 
 def layer(bias: bool = True) -> PackedLinear:
@@ -34,22 +42,35 @@ def is_right(linear: nn.Linear, *shape: int) -> bool:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(2,), (4,), (32,), (1, 3), (2, 5), (3, 1, 2)])
-def test_products_of_a_few_rows(shape, bias):
+@pytest.mark.parametrize("shape", [(2,), (4,), (5,), (32,), (1, 3), (2, 5), (3, 1, 2)])
+def test_products_of_a_few_rows(shape, bias, few):
     linear = layer(bias)
-    assert is_right(linear, *shape) and linear._packed is not None
+    assert is_right(linear, *shape)
+    assert (linear._packed is None) == (math.prod(shape) in few)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (33,), (0,), ()])
-def test_other_products_are_torchs(shape):
+def test_other_products_need_no_packed_weights(shape):
     linear = layer()
     assert is_right(linear, *shape) and linear._packed is None
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_products_from_the_right_are_laid_out_like_torchs(rows, few):
+    product = layer()(torch.randn(1, rows, SIZE))
+    assert product.stride() == (rows * SIZE, SIZE, 1)
+
+
+def test_which_processors_multiply_from_the_right():
+    """What was measured: AVX2 alone."""
+    found = {name: len(packed._few_rows(name)) for name in ("DEFAULT", "AVX2", "AVX512")}
+    assert found == {"DEFAULT": 0, "AVX2": 4, "AVX512": 0}
+
+
 def test_inputs_with_strides_and_of_a_wrong_size():
     linear = layer()
-    x = torch.randn(SIZE, 6)[:, ::2].T
-    assert torch.equal(linear(x), linear(x.contiguous())) and linear._packed is not None
+    x = torch.randn(SIZE, 12)[:, ::2].T
+    assert torch.equal(linear(x), linear(x.contiguous()))
     for wrong in (torch.randn(4, SIZE - 1), torch.randn(4, SIZE + 1), torch.tensor(1.0)):
         with pytest.raises(RuntimeError):
             linear(wrong)
@@ -74,29 +95,29 @@ def there_and_back(linear):
 @pytest.mark.parametrize("change", [change_in_place, load, replace, there_and_back])
 def test_changed_weights_are_packed_again(change):
     linear = layer()
-    assert is_right(linear, 4)
+    assert is_right(linear, 6)
     change(linear)
-    assert is_right(linear, 4)
+    assert is_right(linear, 6)
     again = linear._packed
-    assert is_right(linear, 4) and linear._packed is again  # and once only
+    assert is_right(linear, 6) and linear._packed is again  # and once only
 
 
 def test_copies_and_files_hold_no_packed_weights():
     linear = layer()
-    linear(torch.randn(4, SIZE))
+    linear(torch.randn(6, SIZE))
     assert linear._packed is not None and [*linear.state_dict()] == ["weight", "bias"]
     file = io.BytesIO()
     torch.save(linear, file)
     file.seek(0)
     for other in (copy.deepcopy(linear), torch.load(file, weights_only=False)):
         assert type(other) is PackedLinear and other._packed is None
-        assert is_right(other, 4)
+        assert is_right(other, 6)
 
 
 def test_gradients_autocast_other_types_and_compiled_calls_are_torchs():
     linear, plain = layer().requires_grad_(), nn.Linear(SIZE, SIZE)
     plain.load_state_dict(linear.state_dict())
-    x = torch.randn(4, SIZE)
+    x = torch.randn(6, SIZE)
     for module in (linear, plain):
         module(x).square().sum().backward()
     assert torch.equal(linear.weight.grad, plain.weight.grad) and linear._packed is None
@@ -125,16 +146,16 @@ def model():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_of_the_loop(model, temperature):
-    packed = copy.deepcopy(model)
+    own = copy.deepcopy(model)
     count = 2 * (2 * SIZE * SIZE + 3 * SIZE * 700) + 600 * SIZE  # k and v have too few weights
-    assert pack_linears(packed) == 4 * count
+    assert pack_linears(own) == 4 * count
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
-    options = {"max_new_tokens": 24, "gamma": 4, "temperature": temperature, "seeds": 3}
+    options = {"max_new_tokens": 24, "gamma": 5, "temperature": temperature, "seeds": 3}
     expected = specdec_ext.generate(model, SuffixDrafter(), ids, **options)
-    found = specdec_ext.generate(packed, SuffixDrafter(), ids, **options)
+    found = specdec_ext.generate(own, SuffixDrafter(), ids, **options)
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert found.statistics.drafted > 0
-    layers = [m for m in packed.modules() if isinstance(m, PackedLinear)]
+    layers = [m for m in own.modules() if isinstance(m, PackedLinear)]
     assert layers and all(m._packed is not None for m in layers)
     assert not any(isinstance(m, PackedLinear) for m in model.modules())
 

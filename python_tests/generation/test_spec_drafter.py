@@ -377,9 +377,7 @@ def test_packed_weights(model, monkeypatch):
     fewer = whole.with_vocabulary(SOME)
     pack_linears(fewer)
     used = []
-    monkeypatch.setattr(
-        packed.PackedLinear, "_may_use_packed", lambda layer, x: used.append(layer) or True
-    )
+    monkeypatch.setattr(packed.PackedLinear, "_rows_of", lambda layer, x: used.append(layer) or 8)
     found = predicted(fewer)
     assert fewer.projection in used and fewer.decoder.block[0].layer[0].SelfAttention.q in used
     torch.testing.assert_close(found, predicted(whole)[..., SOME], atol=1e-4, rtol=1e-4)

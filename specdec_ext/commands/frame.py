@@ -90,8 +90,8 @@ def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> No
     parser.add_argument(
         "--packed",
         action="store_true",
-        help="pack the target's float32 weights for calls of a few tokens on a CPU, see "
-        "specdec_ext.decoding.pack_linears; they take twice the memory",
+        help="make the target's calls of a few tokens in float32 faster on a CPU, see "
+        "specdec_ext.decoding.pack_linears and group_queries; weights take twice the memory",
     )
 
 

@@ -200,7 +200,8 @@ def load_pair(
 
     ``needs_draft``: there must be a draft model; otherwise decoding heads do as well, or nothing
     but a target. ``dtype``: what the models compute in, a name of torch's; None: float32 on CPUs,
-    elsewhere what the checkpoints say. ``packed``: the target's weights, by `pack_linears`.
+    elsewhere what the checkpoints say. ``packed``: the target's weights, by `pack_linears`, and
+    the queries of its ``sdpa`` attention by `group_queries`.
     """
     named = target_path is not None, draft_path is not None
     if named == (False, True) or (named == (True, False) and needs_draft):
@@ -240,9 +241,11 @@ def load_pair(
         _loaded(partial(model, auto=transformers.AutoModel), heads_path) if heads_path else None,
     )
     if packed:
-        from ..decoding import pack_linears
+        from ..decoding import group_queries, pack_linears
 
         pack_linears(pair.target)
+        if getattr(pair.target.config, "_attn_implementation", None) == "sdpa":
+            group_queries(pair.target)
     return pair
 
 

@@ -17,6 +17,7 @@ from .drafters.stacked import StackedDrafter
 from .drafters.suffix import SuffixDrafter
 from .drafters.uniform import UniformDrafter
 from .generate import generate, stream
+from .grouped_queries import group_queries
 from .matchers import TokenMatcher
 from .packed import pack_linears
 from .policies import (
@@ -72,6 +73,7 @@ __all__ = [
     "TreeProposer",
     "UniformDrafter",
     "generate",
+    "group_queries",
     "pack_linears",
     "sequoia_tree",
     "stream",

@@ -41,7 +41,7 @@ from pair.distilled.training import (  # noqa: E402
     optimizers,
 )
 from pair.heads.training import Options, train  # noqa: E402
-from pair.models import model_folder  # noqa: E402
+from pair.models import model_folder, multiplies_bfloat16  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
 from specdec_ext.models.draft_llama import DraftLlama  # noqa: E402
 
@@ -77,8 +77,9 @@ def run_texts(given: argparse.Namespace) -> int:
     if not 0 <= given.job < given.jobs:
         raise ValueError(f"--job must be in [0, {given.jobs}), got {given.job}")
     device, folder = device_of(given), model_folder(given.target)
-    # Greedy choices then tie now and then; a draft does not care which way.
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    # In bfloat16 greedy choices tie now and then; a draft does not care which way.
+    dtype = torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.chat_template is None:
         raise ValueError(f"{folder} must have a chat template, got a tokenizer without one")

@@ -14,15 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from specdec_ext.decoding import group_queries
 from specdec_ext.decoding.cache import cache_argument
 from specdec_ext.decoding.layers import GrowingLayer
 
-PACKED = "specdec_ext_packed"  # the name of `packed_attention` in transformers
 ENDED = 1 / 8  # of the rows in the cache, before they are taken out: that copies the cache
 
 
@@ -91,33 +89,6 @@ class _Row:
             self._begin(drawn in self.ends)
 
 
-def packed_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend from one query a row; anything else is left to transformers' SDPA.
-
-    The heads that share keys are laid side by side as queries of one head, so that keys and values
-    are not repeated for each of them, which costs most of a step on a CPU.
-    """
-    batch, heads, queries, size = query.shape
-    others = (attention_mask, *(kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")))
-    if queries > 1 or any(other is not None for other in others):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-    scale = size**-0.5 if scaling is None else scaling
-    packed = query.reshape(batch, key.shape[1], -1, size) * scale
-    # Keys times queries, not the other way round: keys are read in the order in which they lie.
-    scores = (key @ packed.transpose(2, 3)).transpose(2, 3)
-    laws = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    return (laws @ value).reshape(batch, 1, heads, -1), None
-
-
-AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, sdpa_mask)
-
-
 def likeliest(logits: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens of each row, ``[B, k]``, and their log-probabilities, float32."""
     values, entries = logits.topk(kept, -1)
@@ -166,7 +137,7 @@ def write(
         What came of it.
     """
     if target.config._attn_implementation == "sdpa":
-        target.set_attn_implementation(PACKED)
+        group_queries(target)
     device, name = target.device, cache_argument(target)
     rows = [_Row(parts, ends) for parts in conversations]
     room = max(sum(len(part.given) + part.most for part in parts) for parts in conversations)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from pair.distilled.texts import Answers
+from pair.models import multiplies_bfloat16
 from specdec_ext.models.draft_llama import DraftLlama
 
 SORTED = 16  # batches are filled from so many batches' texts, sorted by length
@@ -128,7 +129,8 @@ def draft_laws(draft: DraftLlama, batch: Batch) -> Tensor:
 
     The head runs on these columns alone: it costs as much as all layers.
     """
-    with torch.autocast(batch.tokens.device.type, torch.bfloat16):
+    device = batch.tokens.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device)):
         hidden = draft.layers(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
         logits = draft.head(hidden[batch.answered])
     return logits.float().log_softmax(-1)

@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, T5ForConditionalGeneration
 
+from pair.models import multiplies_bfloat16
 from pair.seq2seq.data import Batches, Pairs, load_prepared
 from pair.seq2seq.models import layers_of, load_model, save_model
 from pair.seq2seq.schedule import Budget, Pace, budget_of
@@ -38,7 +39,7 @@ def options_of(given: argparse.Namespace, budget: Budget, copying: float = 0.0) 
         seed=given.seed,
         batch_tokens=first(given.batch_tokens, budget.batch_tokens),
         dropout=first(given.dropout, budget.dropout),
-        bfloat16=first(given.bfloat16, budget.bfloat16, torch.cpu._is_avx512_bf16_supported()),
+        bfloat16=first(given.bfloat16, budget.bfloat16, multiplies_bfloat16(device_of(given))),
         compiled=given.compile,
         copying=first(getattr(given, "copying", None), copying),
     )
