@@ -67,6 +67,30 @@ def test_which_processors_multiply_from_the_right():
     assert found == {"DEFAULT": 0, "AVX2": 4, "AVX512": 0}
 
 
+@pytest.mark.parametrize("size", [SIZE, SIZE - 1])
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 5])
+def test_linear_goes_from_the_right_where_that_is_faster(rows, size, few, monkeypatch):
+    """Large weights, few rows, and no gradient, autocast or other type; else torch's own."""
+    from_the_right, seen = packed._from_the_right, []
+    monkeypatch.setattr(
+        packed, "_from_the_right", lambda *given: seen.append(given) or from_the_right(*given)
+    )
+    x, weight = torch.randn(2, rows, SIZE)[0], torch.randn(size, SIZE) / SIZE**0.5
+    expected = x.double() @ weight.double().T
+    with torch.no_grad():
+        torch.testing.assert_close(packed.linear(x, weight).double(), expected, rtol=0, atol=1e-5)
+    assert bool(seen) == (rows in few and size == SIZE)
+    seen.clear()
+    weight.requires_grad_()
+    packed.linear(x, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(size, -1))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert packed.linear(x, weight).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert packed.linear(x.double(), weight.double()).dtype == torch.float64
+    assert not seen
+
+
 def test_inputs_with_strides_and_of_a_wrong_size():
     linear = layer()
     x = torch.randn(SIZE, 12)[:, ::2].T

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoding.cache_names import own_cache_name
+from ..decoding.packed import linear
 from .reduced import keep_tokens, vocabulary_entries
 
 __all__ = ["DraftLlama", "DraftLlamaConfig"]
@@ -187,7 +188,7 @@ class DraftLlama(PreTrainedModel):
     def head(self, hidden_states: Tensor) -> Tensor:
         """Return the logits ``[..., Vd]`` of last hidden states ``[..., D]``."""
         embedding: Any = self.layers.embed_tokens
-        return F.linear(hidden_states, embedding.weight[:-1])
+        return linear(hidden_states, embedding.weight[:-1])
 
     @classmethod
     @torch.no_grad()
