@@ -54,6 +54,7 @@ from pair.distilled.training import (  # noqa: E402
 )
 from pair.heads.__main__ import main as train_heads  # noqa: E402
 from pair.heads.sources import open_source  # noqa: E402
+from pair.models import multiplies_bfloat16  # noqa: E402
 
 import specdec_ext  # noqa: E402
 from specdec_ext.decoding import grouped_queries  # noqa: E402
@@ -134,6 +135,13 @@ def test_turns_follow_the_template():
 def parts_of(*lengths: int) -> list[list[Part]]:
     """Return conversations with greedy answers of so many tokens."""
     return [[Part([5, 6, 7 + n], n, 0.0, True)] for n in lengths]
+
+
+def test_bfloat16_where_it_is_fast(monkeypatch):
+    for supported in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda found=supported: found)
+        assert multiplies_bfloat16(torch.device("cpu")) == supported
+        assert multiplies_bfloat16(torch.device("cuda"))
 
 
 def test_rows_that_end_are_taken_out():
