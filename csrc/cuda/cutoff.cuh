@@ -230,6 +230,13 @@ __device__ __forceinline__ bool select_value(CutoffMemory* memory, const Source&
   return select_by_radix(memory, source, bound, above, weigh, value);
 }
 
+template <typename Source>
+__device__ __forceinline__ uint64_t sum_of(const Source& source, const Mass& mass) {
+  uint64_t sum = 0;
+  source([&](float x) { sum += mass(x); });
+  return block_sum(sum);
+}
+
 __device__ __forceinline__ void raise(float* cutoff, float value) {
   *cutoff = value > *cutoff ? value : *cutoff;
 }
@@ -442,15 +449,15 @@ __device__ inline bool narrow_candidates(CutoffMemory* memory, const CandidateSo
                                          double* entropy) {
   const float min_p =
       has_min_p(filters) ? min_p_cutoff(law->max, filters.temperature, filters.min_p) : -INFINITY;
+  double total = law->z * kLawUnit;
   if (has_top_k(filters)) {
     // Less than k: there are no more finite entries, or min-p's floor is above the k-th.
     select_value(memory, candidates, static_cast<uint64_t>(filters.top_k), 0, by_number(*law),
                  &law->cutoff);
-    sum_kept(candidates, law, nullptr);
+    total = static_cast<double>(sum_of(candidates, Mass(*law)));
   }
   if (has_top_p(filters)) {
-    const auto total = static_cast<uint64_t>(law->z * kLawUnit);
-    const uint64_t bound = top_p_bound(filters.top_p, total);
+    const uint64_t bound = top_p_bound(filters.top_p, static_cast<uint64_t>(total));
     const bool found =
         select_value(memory, candidates, bound > 0 ? bound : 1, 0, by_mass(*law), &law->cutoff);
     if (!found && min_p < floor) return false;  // it lies below the floor, and so does min-p's
