@@ -15,7 +15,7 @@ import specdec_ext
 from specdec_ext.decoding import StaticTree, group_queries, grouped_queries
 
 NEW = 12
-MASKED_TREE = [-1, 0, 0, 1, 1, 2]
+TREE = [-1, 0, 0, 1, 1, 2]
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_what_it_does_not_know_is_transformers(option, attended, monkeypatch):
     assert len(attended) == 1 and asked[0][option] == 0.5
 
 
-@pytest.mark.parametrize("tree", [None, StaticTree(MASKED_TREE)], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [None, StaticTree(TREE)], ids=["chain", "tree"])
 @pytest.mark.parametrize("lengths", [[6], [6, 3, 5]], ids=["one", "ragged"])
 def test_tokens_of_the_loop(tree, lengths, attended):
     target, draft = (model.float() for model in pair(noise=0.02))

@@ -1,9 +1,11 @@
 """`python benchmarks/pair/seq2seq`: prepare, train, evaluate, and what the gates say."""
 
 import collections
+import dataclasses
 import json
 import shutil
 import sys
+import types
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import common  # noqa: E402
 from pair.seq2seq import __main__ as command  # noqa: E402
+from pair.seq2seq import evaluation  # noqa: E402
 from pair.seq2seq.__main__ import main  # noqa: E402
 from pair.seq2seq.block_drafter import load_drafter  # noqa: E402
 from pair.seq2seq.data import Pairs, batch_of, load_prepared  # noqa: E402
@@ -22,7 +26,7 @@ from pair.seq2seq.distillation import (  # noqa: E402
     rewrite,
     write_targets,
 )
-from pair.seq2seq.evaluation import Gate, gates, held_out, table  # noqa: E402
+from pair.seq2seq.evaluation import BEAMS, Gate, gates, held_out, measure, table  # noqa: E402
 from pair.seq2seq.models import Family, load_family  # noqa: E402
 from pair.seq2seq.sizes import SIZES, build_model  # noqa: E402
 from pair.seq2seq.training import Options, batch_loss  # noqa: E402
@@ -65,7 +69,7 @@ def test_a_reversed_task(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     write_task(tmp_path / "tasks" / "words", {"train": 80, "valid": 8, "test": 8})
     work = ["words", "--work", str(tmp_path / "work")]
     assert main(["train", *work]) == 1
@@ -95,8 +99,13 @@ def test_the_command(tmp_path, capsys):
     assert family.facts["mini"]["parameters"] < family.facts["small"]["parameters"]
     assert family.facts["small"]["options"]["batch_tokens"] == 512
     assert family.facts["mini"]["options"]["dropout"] == 0.0  # the budget's own
-    code = main(["evaluate", *work, "--sentences", "3"])  # how much is learned, the machine decides
-    shown = capsys.readouterr().out
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    asked = ["--sentences", "3", "--no-repeat-ngram", "3"]
+    code = main(["evaluate", *work, *asked, "--record", "made"])
+    shown = capsys.readouterr().out  # how much is learned, the machine decides
+    record = (tmp_path / "made.md").read_text(encoding="utf-8")
+    assert "evaluate words --sentences 3 --no-repeat-ngram 3`" in record
+    assert shown.strip() in record
     assert code == ("FAIL " in shown)
     assert "| copying |" in shown and "BLEU, 5 beams, of small less that of copying" in shown
 
@@ -319,6 +328,39 @@ def test_a_beam_finds_likelier_texts():
 
     greedy, beam = (rewrite(teacher, pairs, 8, beams).targets for beams in (1, 5))
     assert greedy != beam and logprob(beam) > logprob(greedy)
+
+
+def repeats(text, n):
+    """Whether n tokens in a row occur twice in a text."""
+    rows = [tuple(text[k : k + n]) for k in range(len(text) - n + 1)]
+    return len(set(rows)) < len(rows)
+
+
+def test_a_search_without_repetitions(family):
+    pairs, _ = some_batch(rows=12)
+    teacher = family.models["small"]
+    free = write_targets(teacher, pairs, 3)
+    ruled = write_targets(teacher, pairs, 3, no_repeat_ngram=2)
+    assert any(repeats(text, 2) for text in free)
+    assert not any(repeats(text, 2) for text in ruled)
+
+
+def test_the_rule_is_the_searches_alone(family, monkeypatch):
+    """Greedy texts are what speculative decoding has to reproduce: no rule changes them."""
+    pairs, _ = some_batch(rows=4)
+    words = types.SimpleNamespace(
+        batch_decode=lambda rows, **_: [" ".join(map(str, r)) for r in rows]
+    )
+    whole = dataclasses.replace(family, tokenizer=words, splits={"test": pairs})
+    asked = []
+
+    def spy(model, pairs, beams=1, **rule):
+        asked.append((beams, rule))
+        return pairs.targets
+
+    monkeypatch.setattr(evaluation, "write_targets", spy)
+    measure(whole, 2, no_repeat_ngram=3)
+    assert asked == [(BEAMS, {"no_repeat_ngram": 3}), (1, {})] * len(family.models)
 
 
 def records(**changes):

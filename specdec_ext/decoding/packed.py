@@ -49,17 +49,35 @@ def _from_the_right(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return product.view(*input.shape[:-1], -1)
 
 
+def _is_packable(weight: Tensor) -> bool:
+    """Tell whether other products than torch's own are faster for a few rows."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.numel() >= _SMALLEST
+        and not weight.is_inference()  # whose changes torch does not count
+    )
+
+
+def _rows_of(input: Tensor, weight: Tensor) -> int:
+    """Return how many rows are multiplied; 0 where torch's own product must do it."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return 0
+    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+        return 0
+    # What does not fit together is refused by torch's own product.
+    if input.dtype != weight.dtype or input.device != weight.device:
+        return 0
+    if type(input) is not Tensor or input.shape[-1:] != weight.shape[1:]:
+        return 0
+    if not _is_packable(weight):
+        return 0
+    return input.numel() // input.shape[-1]
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `torch.nn.functional.linear` does but for rounding; for a few rows sooner."""
-    is_faster = (
-        not torch.compiler.is_compiling()
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(input.device.type)
-        and input.device.type == "cpu"
-        and input.dtype == weight.dtype == torch.float32
-        and weight.numel() >= _SMALLEST
-        and input.numel() // input.shape[-1] in _FEW_ROWS
-    )
+    is_faster = _rows_of(input, weight) in _FEW_ROWS
     return _from_the_right(input, weight, bias) if is_faster else F.linear(input, weight, bias)
 
 
@@ -97,7 +115,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``, of ``[..., K]`` float32 inputs ``[..., N]``."""
-        rows = 0 if torch.compiler.is_compiling() else self._rows_of(input)
+        rows = _rows_of(input, self.weight)
         if rows in _FEW_ROWS:
             return _from_the_right(input, self.weight, self.bias)
         if rows not in _ROWS:
@@ -110,17 +128,6 @@ class PackedLinear(nn.Linear):
         )
         return product
 
-    def _rows_of(self, input: Tensor) -> int:
-        """Return how many rows are multiplied; 0 where torch's own layer must do it."""
-        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
-            return 0
-        if type(input) is not Tensor or torch.is_autocast_enabled("cpu"):
-            return 0
-        # What does not fit together is refused by torch's own layer.
-        if input.dtype != torch.float32 or input.shape[-1:] != self.weight.shape[1:]:
-            return 0
-        return input.numel() // input.shape[-1] if is_packable(self) else 0
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._packed = None
         return super()._apply(fn, recurse)
@@ -128,16 +135,6 @@ class PackedLinear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the packed weights, which can be neither copied nor saved."""
         return {name: value for name, value in self.__dict__.items() if name != "_packed"}
-
-
-def is_packable(layer: nn.Linear) -> bool:
-    """Tell whether packing a layer makes its products of a few rows faster."""
-    return (
-        layer.weight.device.type == "cpu"
-        and layer.weight.dtype == torch.float32
-        and layer.weight.numel() >= _SMALLEST
-        and not layer.weight.is_inference()  # whose changes torch does not count
-    )
 
 
 def pack_linears(model: Any) -> int:
@@ -186,7 +183,7 @@ def pack_linears(model: Any) -> int:
         raise RuntimeError("pack_linears: this torch was built without oneDNN (mkldnn)")
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     own = (nn.Linear, PackedLinear)  # other kinds may compute something else
-    layers = [layer for layer in linears if type(layer) in own and is_packable(layer)]
+    layers = [layer for layer in linears if type(layer) in own and _is_packable(layer.weight)]
     if not layers:
         kinds = sorted({f"{p.dtype} on {p.device.type}" for p in model.parameters()})
         raise ValueError(

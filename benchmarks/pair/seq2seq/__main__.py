@@ -233,16 +233,19 @@ def run_evaluate(given: argparse.Namespace) -> int:
     if given.threads:
         torch.set_num_threads(given.threads)
     family = load_family(given.work)
-    records = evaluation.measure(family, given.sentences)
+    records = evaluation.measure(family, given.sentences, given.no_repeat_ngram)
     found = evaluation.gates(records)
     text = evaluation.table(records, found)
     print(text)
     if given.record:
         facts = {**common.machine_facts(), "trained": family.facts}
         command = f"python benchmarks/pair/seq2seq evaluate {given.task}"
+        command += f" --sentences {given.sentences}"
+        if given.no_repeat_ngram:
+            command += f" --no-repeat-ngram {given.no_repeat_ngram}"
         heading = (
-            f"# Encoder-decoders of {given.task}\n\n`{command} --sentences {given.sentences}`, "
-            f"{facts['cpu']}, {facts['threads']} threads, {facts['time']}.\n\n{TRAINED}\n"
+            f"# Encoder-decoders of {given.task}\n\n`{command}`, {facts['cpu']}, "
+            f"{facts['threads']} threads, {facts['time']}.\n\n{TRAINED}\n"
         )
         rows = "\n".join(trained_line(name, family.facts[name]) for name in family.models)
         stem = common.RESULTS / given.record
@@ -251,8 +254,8 @@ def run_evaluate(given: argparse.Namespace) -> int:
 
 
 TRAINED = (
-    "| model | budget | steps | epochs | seconds | threads | tokens a step | made |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| model | budget | steps | epochs | part of the way spent copying | seconds | threads "
+    "| tokens a step | made |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -260,8 +263,8 @@ def trained_line(name: str, facts: dict[str, Any]) -> str:
     """Return how a model was trained as a line of the table `TRAINED`."""
     cells = (
         name, facts["budget"], f"{facts['steps']:,}", f"{facts['epochs']:.2f}",
-        f"{facts['seconds']:.0f}", facts["threads"], facts["options"]["batch_tokens"],
-        facts["made"],
+        facts["options"]["copying"], f"{facts['seconds']:.0f}", facts["threads"],
+        facts["options"]["batch_tokens"], facts["made"],
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -361,6 +364,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     command.set_defaults(run=run_evaluate)
     add = command.add_argument
     add("--sentences", type=int, default=400, help="translated for BLEU and chrF (400)")
+    add("--no-repeat-ngram", type=int, default=0, metavar="N",
+        help="beams find texts without N tokens in a row twice (0: any; summaries: 3)")  # fmt: skip
     add("--threads", type=int, help="default: torch's own")
     add("--record", help="name of a record in benchmarks/results, without suffix")
     given = parser.parse_args(arguments)

@@ -35,14 +35,20 @@ def growing_cache() -> EncoderDecoderCache:
 
 
 def write_targets(
-    model: T5ForConditionalGeneration, pairs: Pairs, beams: int = 1, *, cut: bool = False
+    model: T5ForConditionalGeneration,
+    pairs: Pairs,
+    beams: int = 1,
+    *,
+    cut: bool = False,
+    no_repeat_ngram: int = 0,
 ) -> list[list[int]]:
     """Return what a model writes for all sources, by transformers, in the pairs' order.
 
     Greedily, or the best text that a search with several beams finds.
 
     A text ends with ``</s>`` or has as many tokens as the longest bucket; with ``cut``, as
-    `MAX_LENGTH_A` and `MAX_LENGTH_B` allow.
+    `MAX_LENGTH_A` and `MAX_LENGTH_B` allow. With ``no_repeat_ngram`` of n > 0, no n tokens in a row
+    occur in it twice.
     """
     written: list[list[int]] = [[] for _ in pairs.sources]
     how = "greedy" if beams == 1 else f"beam {beams}"
@@ -58,6 +64,7 @@ def write_targets(
                 max_new_tokens=most,
                 do_sample=False,
                 num_beams=beams,
+                no_repeat_ngram_size=no_repeat_ngram,
                 **{own_cache_name(): growing_cache()},
             )
             for row, tokens in zip(rows, found[:, 1:].tolist(), strict=True):

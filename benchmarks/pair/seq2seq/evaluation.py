@@ -100,11 +100,13 @@ def scores(hypotheses: list[str], references: list[str]) -> dict[str, float]:
     return {"bleu": score.value, "bleu_error": score.error, "chrf": chrf(hypotheses, references)}
 
 
-def quality(family: Family, names: list[str], pairs: Pairs) -> dict[str, dict[str, float]]:
+def quality(
+    family: Family, names: list[str], pairs: Pairs, no_repeat_ngram: int = 0
+) -> dict[str, dict[str, float]]:
     """Score each model's texts and copies of the source.
 
     Entries that begin with ``greedy_`` are of greedy texts, the others of those that a search with
-    `BEAMS` beams finds.
+    `BEAMS` beams finds, among all texts or among those that repeat no ``no_repeat_ngram`` tokens.
     """
 
     def read(rows: list[list[int]]) -> list[str]:
@@ -114,15 +116,16 @@ def quality(family: Family, names: list[str], pairs: Pairs) -> dict[str, dict[st
     references = read(pairs.targets)
     found = {COPYING: scores(read(pairs.sources), references)}
     for name in names:
-        searched, greedy = (
-            scores(read(write_targets(family.models[name], pairs, beams)), references)
-            for beams in (BEAMS, 1)
+        model = family.models[name]
+        searched = scores(
+            read(write_targets(model, pairs, BEAMS, no_repeat_ngram=no_repeat_ngram)), references
         )
+        greedy = scores(read(write_targets(model, pairs)), references)
         found[name] = searched | {f"greedy_{key}": value for key, value in greedy.items()}
     return found
 
 
-def measure(family: Family, sentences: int) -> list[dict[str, Any]]:
+def measure(family: Family, sentences: int, no_repeat_ngram: int = 0) -> list[dict[str, Any]]:
     """Measure the sizes on the test split: losses on all of it, quality on some sentences.
 
     Parameters
@@ -131,6 +134,9 @@ def measure(family: Family, sentences: int) -> list[dict[str, Any]]:
         With two sizes at least.
     sentences : int
         At most so many are translated, evenly spread over the documents.
+    no_repeat_ngram : int
+        If it is n > 0, the search leaves out texts in which n tokens in a row occur twice, as T5's
+        own configuration has it (n = 3) for summaries. Greedy texts are left as they are.
 
     Returns
     -------
@@ -141,7 +147,7 @@ def measure(family: Family, sentences: int) -> list[dict[str, Any]]:
     if len(names) < 2:
         raise ValueError(f"two trained sizes are needed to compare them, got {names}")
     losses = held_out(family, names, family.splits["test"])
-    written = quality(family, names, family.splits["test"].some(sentences))
+    written = quality(family, names, family.splits["test"].some(sentences), no_repeat_ngram)
     records: list[dict[str, Any]] = [{"model": COPYING, **written[COPYING]}]
     for name in names:
         parameters = family.models[name].num_parameters()
