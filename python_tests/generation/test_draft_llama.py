@@ -246,6 +246,11 @@ def test_what_is_refused():
     for ids in ([0, 1], [0, 1, 1], [0, 1, 4], [-1, 0, 1]):
         with pytest.raises(ValueError, match="3 distinct tokens in"):
             draft.with_tokens(torch.tensor(ids))
+    for wrong in ([0, 1, 2], torch.tensor([0.0, 1.0, 2.5]), torch.tensor([True, False, True])):
+        with pytest.raises(TypeError, match="draft_token_ids must be an int64 tensor"):
+            draft.with_tokens(wrong)
+        with pytest.raises(TypeError, match="DraftLlama: draft_token_ids must be an int64 tensor"):
+            DraftLlama.from_target(pair("llama")[0], wrong)
     with pytest.raises(ValueError, match="must know all of the target's tokens"):
         HierarchicalDrafter(draft, UniformDrafter(4))
     with pytest.raises(ValueError, match="must be at most the width"):

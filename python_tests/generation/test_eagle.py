@@ -462,5 +462,7 @@ def test_what_is_refused():
         EagleHead(EagleHeadConfig(vocab_size=4, draft_vocab_size=5))
     with pytest.raises(TypeError, match="must have an embedding and an output head"):
         EagleHead.from_target(pair()[0].model)
+    with pytest.raises(TypeError, match="EagleHead: draft_token_ids must be an int64 tensor"):
+        EagleHead.from_target(pair()[0], [3, 1])
     with pytest.raises(ValueError, match="EagleHead: draft_token_ids must be 2 distinct tokens"):
         EagleHead.from_target(pair()[0], torch.tensor([3, 3]))

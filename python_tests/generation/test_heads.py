@@ -651,6 +651,8 @@ def test_what_is_refused():
         MedusaHeads(MedusaHeadsConfig(num_heads=0))
     with pytest.raises(ValueError, match="draft_vocab_size must be in .1, 9., got 10"):
         MedusaHeads(MedusaHeadsConfig(vocab_size=9, draft_vocab_size=10))
+    with pytest.raises(TypeError, match="BlockwiseHeads: draft_token_ids must be an int64 tensor"):
+        BlockwiseHeads.from_target(pair()[0], 2, inputs={"input_ids": ids}, draft_token_ids=[5, 1])
     for wrong in ([1, 1], [5, 67], [-1, 3]):
         with pytest.raises(ValueError, match="must be 2 distinct tokens in .0, 67.*got"):
             BlockwiseHeads.from_target(

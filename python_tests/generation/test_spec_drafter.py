@@ -403,6 +403,13 @@ def test_vocabularies_that_do_not_fit(model):
     ):
         with pytest.raises(ValueError, match=said):
             model.with_vocabulary(torch.tensor(wrong, dtype=torch.int64))
+    for wrong, said in (
+        ([3, 1], "list"),
+        (None, "NoneType"),
+        (torch.ones(2), "one of torch.float32"),
+    ):
+        with pytest.raises(TypeError, match=f"must be an int64 tensor .Vd., got {said}"):
+            model.with_vocabulary(wrong)
     with pytest.raises(ValueError, match="over the target's vocabulary, got one over 5 tokens"):
         model.with_vocabulary(SOME).with_vocabulary(SOME)
 

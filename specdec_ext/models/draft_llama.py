@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..decoding.cache_names import own_cache_name
 from ..decoding.packed import linear
-from .reduced import keep_tokens, vocabulary_entries
+from .reduced import keep_tokens, number_of_tokens, vocabulary_entries
 
 __all__ = ["DraftLlama", "DraftLlamaConfig"]
 
@@ -127,6 +127,8 @@ class DraftLlama(PreTrainedModel):
 
         Raises
         ------
+        TypeError
+            Something else than an integer tensor.
         ValueError
             Another number of tokens, one that comes twice, or one outside ``[0, V)``.
         """
@@ -215,7 +217,7 @@ class DraftLlama(PreTrainedModel):
         Raises
         ------
         TypeError
-            A target without an embedding.
+            A target without an embedding; tokens that are no integer tensor.
         ValueError
             ``draft_token_ids`` as in `with_tokens`; a draft wider than the target's embedding.
         """
@@ -230,7 +232,7 @@ class DraftLlama(PreTrainedModel):
         config = DraftLlamaConfig(
             **{
                 "vocab_size": text.vocab_size,
-                "draft_vocab_size": len(draft_token_ids),
+                "draft_vocab_size": number_of_tokens("DraftLlama", draft_token_ids),
                 "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
                 "bos_token_id": text.bos_token_id,
                 "eos_token_id": text.eos_token_id,

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..decoding.cache_names import own_cache_name
 from ..decoding.checks import integer
 from ..tree_masks import additive_mask
-from .reduced import keep_tokens, logits_of_tokens, vocabulary_entries
+from .reduced import keep_tokens, logits_of_tokens, number_of_tokens, vocabulary_entries
 
 __all__ = ["EagleHead", "EagleHeadConfig", "eagle_loss"]
 
@@ -179,7 +179,8 @@ class EagleHead(PreTrainedModel):
         Raises
         ------
         TypeError
-            A target without an embedding or an output head, or an encoder-decoder.
+            A target without an embedding or an output head, or an encoder-decoder; tokens that are
+            no integer tensor.
         ValueError
             An embedding, or a head, of another width than the target's hidden states; tokens that
             are not distinct, or none of the target's.
@@ -213,7 +214,11 @@ class EagleHead(PreTrainedModel):
                 "num_key_value_heads": getattr(text, "num_key_value_heads", None),
                 "intermediate_size": getattr(text, "intermediate_size", None) or 4 * width,
                 "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
-                "draft_vocab_size": None if draft_token_ids is None else len(draft_token_ids),
+                "draft_vocab_size": (
+                    None
+                    if draft_token_ids is None
+                    else number_of_tokens("EagleHead", draft_token_ids)
+                ),
                 "projection_bias": getattr(head, "bias", None) is not None,
                 **changes,
             }

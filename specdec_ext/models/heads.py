@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers import initialization as init
 
 from ..decoding.checks import integer
-from .reduced import keep_tokens, vocabulary_entries
+from .reduced import keep_tokens, number_of_tokens, vocabulary_entries
 
 __all__ = [
     "BlockwiseHeads",
@@ -244,7 +244,7 @@ class DecodingHeads(PreTrainedModel):
         Raises
         ------
         TypeError
-            A target without an output head.
+            A target without an output head; tokens that are no integer tensor.
         ValueError
             Its head reads something else than its last hidden states, by their width; tokens that
             are not distinct, or none of the target's.
@@ -287,7 +287,9 @@ class DecodingHeads(PreTrainedModel):
             num_heads=num_heads,
             feature_scale=float((logits * plain).sum() / (plain * plain).sum()),
             projection_bias=bias is not None,
-            draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids),
+            draft_vocab_size=(
+                None if draft_token_ids is None else number_of_tokens(cls.__name__, draft_token_ids)
+            ),
             **changes,
         )
         made: Any = cls(config)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decoding.checks import integer
+from ..decoding.checks import integer, shown
 
 __all__: list[str] = []
 
@@ -29,6 +29,21 @@ def vocabulary_entries(model: Any) -> int:
     return integer(name, most if given is None else given, low=1, high=most)
 
 
+def number_of_tokens(owner: str, draft_token_ids: Tensor) -> int:
+    """Return how many tokens of the target are named.
+
+    Raises
+    ------
+    TypeError
+        Something else than an integer tensor.
+    """
+    dtype = draft_token_ids.dtype if isinstance(draft_token_ids, Tensor) else None
+    if dtype not in (torch.int64, torch.int32):
+        given = shown(draft_token_ids) if dtype is None else f"one of {dtype}"
+        raise TypeError(f"{owner}: draft_token_ids must be an int64 tensor [Vd], got {given}")
+    return draft_token_ids.numel()
+
+
 def keep_tokens(model: Any, draft_token_ids: Tensor) -> Tensor:
     """Copy the target's tokens of a model's entries into ``model.draft_token_ids``.
 
@@ -39,9 +54,12 @@ def keep_tokens(model: Any, draft_token_ids: Tensor) -> Tensor:
 
     Raises
     ------
+    TypeError
+        Something else than an integer tensor.
     ValueError
         Not as many distinct tokens of the target as the model has entries.
     """
+    number_of_tokens(type(model).__name__, draft_token_ids)
     own, most = model.draft_token_ids, model.config.vocab_size
     ids = draft_token_ids.cpu().long()
     known = len(ids.unique())

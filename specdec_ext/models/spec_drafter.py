@@ -27,7 +27,7 @@ from ..decoding.packed import PackedLinear
 from ..tree_masks import additive_mask
 from .block_decoder import BlockDecoder
 from .prefix_cache import PrefixCache, block_mask
-from .reduced import keep_tokens, vocabulary_entries
+from .reduced import keep_tokens, number_of_tokens, vocabulary_entries
 from .t5_targets import BIASES, OF_A_LAYER, OF_THE_ENCODER, check_sizes, check_target
 
 __all__ = ["MASKED", "BlockState", "SpecDrafter", "SpecDrafterConfig"]
@@ -356,6 +356,8 @@ class SpecDrafter(T5PreTrainedModel):
 
         Raises
         ------
+        TypeError
+            Something else than an integer tensor.
         ValueError
             Not distinct tokens of the target, or none; a drafter whose vocabulary is reduced.
 
@@ -375,7 +377,7 @@ class SpecDrafter(T5PreTrainedModel):
                 f"{len(self.draft_token_ids)} tokens of it"
             )
         config = copy.deepcopy(self.config)
-        config.draft_vocab_size = draft_token_ids.numel()
+        config.draft_vocab_size = number_of_tokens("with_vocabulary", draft_token_ids)
         new: Any = type(self)(config)
         ids = keep_tokens(new, draft_token_ids).to(self.device)
         made: SpecDrafter = new.to(device=self.device, dtype=self.dtype).train(self.training)
