@@ -370,7 +370,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in facts.items():
         print(f"{name}: {value}")
     pair = load_pair(
-        options.target, options.draft, options.device, False, options.dtype, packed=options.packed
+        options.target,
+        options.draft,
+        options.device,
+        needs_draft=False,
+        dtype=options.dtype,
+        packed=options.packed,
+        compiled=options.compile_draft,
     )
     prompts = read(pair, options.prompts)
     records: list[dict[str, Any]] = []

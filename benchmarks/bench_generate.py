@@ -276,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         needs_draft=not options.drafters or options.draft is not None,
         dtype=options.dtype,
         packed=options.packed,
+        compiled=options.compile_draft,
     )
     prompts = find_prompts(pair)[: options.prompts]
     records, wrong = [], {}

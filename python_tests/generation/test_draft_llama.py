@@ -240,6 +240,36 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(again(ids).logits, draft(ids).logits)
 
 
+@pytest.mark.parametrize("tree", [None, StaticTree.from_widths((2, 1))], ids=["chain", "tree"])
+@pytest.mark.parametrize("lengths", [[6], [6, 3, 5]], ids=["one", "ragged"])
+def test_compiled_once_for_all_lengths(tree, lengths):
+    """By torch.compile, whole: a prompt, one token and several tokens are a graph each."""
+    torch.compiler.reset()
+    target = pair("llama")[0]
+    known = torch.arange(0, target.config.vocab_size, 2)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    draft = DraftLlama.from_target(target, known, num_hidden_layers=1, **sizes)
+    shape = {"gamma": 3} if tree is None else {"tree": tree}
+    options = {**shape, "max_new_tokens": 12, "temperature": 0.8, "seeds": 3}
+
+    def written(lengths):
+        ids, mask = prompts(lengths)
+        return specdec_ext.generate(target, draft, ids, attention_mask=mask, **options).sequences
+
+    longer = [length + 2 for length in lengths]
+    expected, expected_longer = written(lengths), written(longer)
+    graphs = []
+    draft.compile(
+        dynamic=True, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    assert torch.equal(written(lengths), expected)
+    before = len(graphs)
+    assert torch.equal(written(longer), expected_longer)
+    # Requests of a batch end one by one: each size is another shape. Beyond 8, torch gives up.
+    assert 2 <= before <= len(graphs) <= 8
+    assert len(lengths) > 1 or len(graphs) == before
+
+
 def test_what_is_refused():
     _, draft = table_and_draft()
     draft = copy.deepcopy(draft)

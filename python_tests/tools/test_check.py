@@ -57,6 +57,21 @@ def test_packed_weights(capsys):
     assert "expected a float32 model on a CPU" in capsys.readouterr().err
 
 
+def test_a_compiled_draft(capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda model, **options: compiled.append((model, options))
+    )
+    few = ("--compile-draft", "--gamma", "3", "--max-new-tokens", "6", "--prompt", "import os\n")
+    assert check.run(options(*few)) == 0
+    ((draft, how),) = compiled
+    assert how == {"dynamic": True}
+    assert draft.num_parameters() == load_pair().draft.num_parameters()
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="--compile-draft needs a draft model"):
+        load_pair(str(find_pair() / "target"), needs_draft=False, compiled=True)
+
+
 def other_tokenizer(folder, places):
     """Make a checkpoint of the shipped draft whose tokenizer has ids in each other's places."""
     for path in (find_pair() / "draft").iterdir():

@@ -93,6 +93,12 @@ def add_pair_arguments(parser: argparse.ArgumentParser, purpose: str = "") -> No
         help="make the target's calls of a few tokens in float32 faster on a CPU, see "
         "specdec_ext.decoding.pack_linears and group_queries; weights take twice the memory",
     )
+    parser.add_argument(
+        "--compile-draft",
+        action="store_true",
+        help="compile the draft model by torch.compile: a minute at the first time, then faster "
+        "calls",
+    )
 
 
 def add_generation_arguments(

@@ -195,13 +195,15 @@ def load_pair(
     needs_draft: bool = True,
     dtype: str | None = None,
     packed: bool = False,
+    compiled: bool = False,
 ) -> Pair:
     """Load two checkpoints over the same tokens; those of `find_pair` where none are named.
 
     ``needs_draft``: there must be a draft model; otherwise decoding heads do as well, or nothing
     but a target. ``dtype``: what the models compute in, a name of torch's; None: float32 on CPUs,
     elsewhere what the checkpoints say. ``packed``: the target's weights, by `pack_linears`, and
-    the queries of its ``sdpa`` attention by `group_queries`.
+    the queries of its ``sdpa`` attention by `group_queries`. ``compiled``: the draft model, by
+    `torch.compile`, once for all lengths.
     """
     named = target_path is not None, draft_path is not None
     if named == (False, True) or (named == (True, False) and needs_draft):
@@ -246,6 +248,10 @@ def load_pair(
         pack_linears(pair.target)
         if getattr(pair.target.config, "_attn_implementation", None) == "sdpa":
             group_queries(pair.target)
+    if compiled:
+        if pair.draft is None:
+            raise ValueError("--compile-draft needs a draft model (--draft)")
+        pair.draft.compile(dynamic=True)
     return pair
 
 
@@ -311,8 +317,8 @@ def load_named(
     Parameters
     ----------
     args : argparse.Namespace
-        With ``target``, ``draft``, ``dtype``, ``packed``, ``device`` and ``prompt``: see
-        `specdec_ext.commands.frame.add_pair_arguments`.
+        With ``target``, ``draft``, ``dtype``, ``packed``, ``compile_draft``, ``device`` and
+        ``prompt``: see `specdec_ext.commands.frame.add_pair_arguments`.
     texts : sequence of Given, optional
         What to complete, if it is known.
     needs_draft : bool
@@ -320,7 +326,13 @@ def load_named(
     """
     check_device(args.device)
     pair = load_pair(
-        args.target, args.draft, args.device, needs_draft, args.dtype, packed=args.packed
+        args.target,
+        args.draft,
+        args.device,
+        needs_draft,
+        args.dtype,
+        packed=args.packed,
+        compiled=args.compile_draft,
     )
     if texts is None:
         return pair, find_prompts(pair, getattr(args, "prompt", None))

@@ -29,6 +29,8 @@ from .reduced import keep_tokens, number_of_tokens, vocabulary_entries
 
 __all__ = ["DraftLlama", "DraftLlamaConfig"]
 
+_CACHE = own_cache_name()
+
 
 class DraftLlamaConfig(LlamaConfig):
     """Configuration of a `DraftLlama`: Llama's, and how many tokens it knows.
@@ -172,19 +174,18 @@ class DraftLlama(PreTrainedModel):
         CausalLMOutputWithPast
             ``logits`` ``[B, n, Vd]``, of the token behind each, and the cache.
         """
-        name = own_cache_name()
         output = self.layers(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             use_cache=use_cache,
-            **{name: past_key_values if cache is None else cache},
+            **{_CACHE: past_key_values if cache is None else cache},
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(
             logits=self.head(output.last_hidden_state[:, kept]),
-            **{name: output[name] if name in output else None},
+            **{_CACHE: output[_CACHE] if _CACHE in output else None},
         )
 
     def head(self, hidden_states: Tensor) -> Tensor:
