@@ -18,11 +18,12 @@ from specdec_ext.decoding.packed import PackedLinear
 SIZE = 512  # 2^18 weights, the fewest that are packed
 
 
-@pytest.fixture(autouse=True, params=[range(0), range(1, 5)], ids=["elsewhere", "avx2"])
-def few(request, monkeypatch):
-    """Rows that are multiplied from the right, whatever processor this is."""
-    monkeypatch.setattr(packed, "_FEW_ROWS", request.param)
-    return request.param
+@pytest.fixture(autouse=True, params=["DEFAULT", "AVX2", "AVX512"])
+def ways(request, monkeypatch):
+    """Which rows go which way, whatever processor this is."""
+    found = packed._ways(request.param)
+    monkeypatch.setattr(packed, "_WAYS", found)
+    return found
 
 
 def layer(bias: bool = True) -> PackedLinear:
@@ -42,44 +43,47 @@ def is_right(linear: nn.Linear, *shape: int) -> bool:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(2,), (4,), (5,), (32,), (1, 3), (2, 5), (3, 1, 2)])
-def test_products_of_a_few_rows(shape, bias, few):
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (1, 1), (2,), (4,), (5,), (32,), (1, 3), (2, 5), (3, 1, 2)]
+)
+def test_products_of_a_few_rows(shape, bias, ways):
     linear = layer(bias)
     assert is_right(linear, *shape)
-    assert (linear._packed is None) == (math.prod(shape) in few)
+    assert (linear._packed is not None) == (math.prod(shape) in ways.packed)
 
 
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (33,), (0,), ()])
+@pytest.mark.parametrize("shape", [(33,), (0,)])
 def test_other_products_need_no_packed_weights(shape):
     linear = layer()
     assert is_right(linear, *shape) and linear._packed is None
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
-def test_products_from_the_right_are_laid_out_like_torchs(rows, few):
+def test_products_are_laid_out_like_torchs(rows):
     product = layer()(torch.randn(1, rows, SIZE))
     assert product.stride() == (rows * SIZE, SIZE, 1)
 
 
-def test_which_processors_multiply_from_the_right():
-    """What was measured: AVX2 alone."""
-    found = {name: len(packed._few_rows(name)) for name in ("DEFAULT", "AVX2", "AVX512")}
-    assert found == {"DEFAULT": 0, "AVX2": 4, "AVX512": 0}
+def test_every_number_of_rows_goes_one_way(ways):
+    """At most one of the two that a layer has, and few rows never by torch's own with AVX."""
+    assert not set(ways.packed) & set(ways.right)
+    assert max(ways.packed) == 32 and 2 in {*ways.packed, *ways.right}
+    assert set(ways.right) <= set(ways.alone)
 
 
-@pytest.mark.parametrize("size", [SIZE, SIZE - 1])
+@pytest.mark.parametrize(("size", "width"), [(SIZE, SIZE), (SIZE - 1, SIZE), (SIZE, 2 * SIZE)])
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 5])
-def test_linear_goes_from_the_right_where_that_is_faster(rows, size, few, monkeypatch):
-    """Large weights, few rows, and no gradient, autocast or other type; else torch's own."""
+def test_linear_goes_from_the_right_where_that_is_faster(rows, size, width, ways, monkeypatch):
+    """Large weights that are not wider than high, few rows, no gradient, autocast or other type."""
     from_the_right, seen = packed._from_the_right, []
     monkeypatch.setattr(
         packed, "_from_the_right", lambda *given: seen.append(given) or from_the_right(*given)
     )
-    x, weight = torch.randn(2, rows, SIZE)[0], torch.randn(size, SIZE) / SIZE**0.5
+    x, weight = torch.randn(2, rows, width)[0], torch.randn(size, width) / width**0.5
     expected = x.double() @ weight.double().T
     with torch.no_grad():
         torch.testing.assert_close(packed.linear(x, weight).double(), expected, rtol=0, atol=1e-5)
-    assert bool(seen) == (rows in few and size == SIZE)
+    assert bool(seen) == (rows in ways.alone and (size, width) == (SIZE, SIZE))
     seen.clear()
     weight.requires_grad_()
     packed.linear(x, weight).sum().backward()

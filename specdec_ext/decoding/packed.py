@@ -19,19 +19,30 @@ from .checks import shown
 
 __all__ = ["PackedLinear", "pack_linears"]
 
-# Products of so many rows go by the packed weights. One row is a matrix-vector product, which
-# arranges nothing; many rows pay for it.
-_ROWS = range(2, 33)
+
+class _Ways(NamedTuple):
+    """Of how many rows products are faster than torch's own, and by what."""
+
+    packed: range  # by packed weights, in a layer that has them
+    right: range  # in such a layer, too: by the weights as they are, see `_from_the_right`
+    alone: range  # by these where nothing is packed, if there are no fewer outputs than inputs
 
 
-def _few_rows(capability: str) -> range:
-    return range(1, 5) if capability == "AVX2" else range(0)
+def _ways(capability: str) -> _Ways:
+    """Return what was measured, by the processor's instructions."""
+    few = range(1, 5)
+    if capability == "AVX2":
+        # MKL multiplies the weights with two or four columns in 0.7 times the time that it takes
+        # for a vector, or oneDNN with packed weights.
+        return _Ways(packed=range(5, 33), right=few, alone=few)
+    if capability == "AVX512":
+        # On AMD's processors MKL uses one thread for a vector.
+        return _Ways(packed=range(1, 33), right=range(0), alone=few)
+    # A matrix-vector product arranges nothing; many rows pay for it.
+    return _Ways(packed=range(2, 33), right=range(0), alone=range(0))
 
 
-# Products of so few rows take MKL's product of the weights with a matrix of two or four columns,
-# which arranges nothing either. On processors with AVX2 it takes 0.7 times as long as a
-# matrix-vector product or one by packed weights; others were not measured.
-_FEW_ROWS = _few_rows(torch.backends.cpu.get_cpu_capability())
+_WAYS = _ways(torch.backends.cpu.get_cpu_capability())
 # What the weights are packed for. Packed for one row they served no more than one.
 _PACKED_FOR = 4
 # Smaller matrices lie in a core's cache, where packing gained nothing.
@@ -77,7 +88,7 @@ def _rows_of(input: Tensor, weight: Tensor) -> int:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `torch.nn.functional.linear` does but for rounding; for a few rows sooner."""
-    is_faster = _rows_of(input, weight) in _FEW_ROWS
+    is_faster = weight.shape[0] >= weight.shape[-1] and _rows_of(input, weight) in _WAYS.alone
     return _from_the_right(input, weight, bias) if is_faster else F.linear(input, weight, bias)
 
 
@@ -100,13 +111,13 @@ class _Packed(NamedTuple):
 class PackedLinear(nn.Linear):
     """A linear layer that keeps its float32 weights once more, packed by oneDNN.
 
-    The packed weights are used where no gradient is asked for and there are 2 to 32 rows, on
-    processors with AVX2 5 to 32: fewer rows are multiplied from the right there, by the weights as
-    they are. Everywhere else, under autocast and inside ``torch.compile``, the layer is a
-    `torch.nn.Linear`. The packed weights are no part of ``state_dict()``, are packed again when the
-    weights have changed (through ``.data`` torch does not see that), and are not copied with the
-    layer: a copy packs its own. The sums of a product are taken in another order, so that results
-    differ by rounding from those of `torch.nn.Linear`.
+    The packed weights are used where no gradient is asked for and there are 2 to 32 rows; with
+    AVX-512 for a single row, too. With AVX2 and nothing newer, up to 4 rows are multiplied from the
+    right, by the weights as they are. Everywhere else, under autocast and inside
+    ``torch.compile``, the layer is a `torch.nn.Linear`. The packed weights are no part of
+    ``state_dict()``, are packed again when the weights have changed (through ``.data`` torch does
+    not see that), and are not copied with the layer: a copy packs its own. The sums of a product
+    are taken in another order, so that results differ by rounding from those of `torch.nn.Linear`.
 
     Made by `pack_linears`, out of layers that exist.
     """
@@ -116,9 +127,9 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``, of ``[..., K]`` float32 inputs ``[..., N]``."""
         rows = _rows_of(input, self.weight)
-        if rows in _FEW_ROWS:
+        if rows in _WAYS.right:
             return _from_the_right(input, self.weight, self.bias)
-        if rows not in _ROWS:
+        if rows not in _WAYS.packed:
             return super().forward(input)
         packed = self._packed
         if packed is None or not packed.is_of(self.weight):
@@ -141,8 +152,8 @@ def pack_linears(model: Any) -> int:
     """Make a float32 model's calls of a few tokens faster on a CPU, in place.
 
     Its linear layers of 2^18 weights or more become `PackedLinear`. They take twice the memory.
-    For a target of `specdec_ext.generate`: its calls have a row for each draft token. A draft's
-    calls have one row, and gain nothing.
+    For a target of `specdec_ext.generate`: its calls have a row for each draft token. Calls of a
+    single row, as in plain decoding, gain where the processor has AVX2 or AVX-512.
 
     Parameters
     ----------

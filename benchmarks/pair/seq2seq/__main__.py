@@ -254,15 +254,16 @@ def run_evaluate(given: argparse.Namespace) -> int:
 
 
 TRAINED = (
-    "| model | budget | steps | epochs | part of the way spent copying | seconds | threads "
-    "| tokens a step | made |\n|---|---|---|---|---|---|---|---|---|"
+    "| model | budget | begun with | steps | epochs | part of the way spent copying | seconds "
+    "| threads | tokens a step | made |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def trained_line(name: str, facts: dict[str, Any]) -> str:
     """Return how a model was trained as a line of the table `TRAINED`."""
     cells = (
-        name, facts["budget"], f"{facts['steps']:,}", f"{facts['epochs']:.2f}",
+        name, facts["budget"], facts["options"]["start"] or "nothing",
+        f"{facts['steps']:,}", f"{facts['epochs']:.2f}",
         facts["options"]["copying"], f"{facts['seconds']:.0f}", facts["threads"],
         facts["options"]["batch_tokens"], facts["made"],
     )  # fmt: skip
