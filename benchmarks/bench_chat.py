@@ -49,7 +49,7 @@ from torch import Tensor
 from specdec_ext.commands import check
 from specdec_ext.commands.bench import speed_over
 from specdec_ext.commands.frame import add_pair_arguments
-from specdec_ext.commands.pair import Pair, Prompt, as_prompt, load_pair
+from specdec_ext.commands.pair import Pair, Prompt, as_prompt, load_given
 from specdec_ext.commands.prompt_files import read_prompts
 from specdec_ext.decoding import GrownTree, RenewalRule, StackedDrafter, SuffixDrafter
 
@@ -369,15 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts["command"] = " ".join(["bench_chat.py", *(arguments or sys.argv[1:])])
     for name, value in facts.items():
         print(f"{name}: {value}")
-    pair = load_pair(
-        options.target,
-        options.draft,
-        options.device,
-        needs_draft=False,
-        dtype=options.dtype,
-        packed=options.packed,
-        compiled=options.compile_draft,
-    )
+    pair = load_given(options, needs_draft=False)
     prompts = read(pair, options.prompts)
     records: list[dict[str, Any]] = []
     parts, status = [], 0

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from specdec_ext.commands import check
 from specdec_ext.commands.frame import add_pair_arguments
-from specdec_ext.commands.pair import Pair, Prompt, find_prompts, left_padded, load_pair
+from specdec_ext.commands.pair import Pair, Prompt, find_prompts, left_padded, load_given
 from specdec_ext.decoding import RenewalRule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -269,15 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts["command"] = " ".join(["bench_generate.py", *(arguments or sys.argv[1:])])
     for name, value in facts.items():
         print(f"{name}: {value}")
-    pair = load_pair(
-        options.target,
-        options.draft,
-        options.device,
-        needs_draft=not options.drafters or options.draft is not None,
-        dtype=options.dtype,
-        packed=options.packed,
-        compiled=options.compile_draft,
-    )
+    needs_draft = not options.drafters or options.draft is not None
+    pair = load_given(options, needs_draft=needs_draft)
     prompts = find_prompts(pair)[: options.prompts]
     records, wrong = [], {}
     for batch in options.batch:

@@ -147,7 +147,7 @@ def test_turns_and_their_seconds_by_hand(monkeypatch, shipped):
 
 
 def test_smoke(monkeypatch, tmp_path, capsys, shipped, few_words):
-    monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
+    monkeypatch.setattr(bench, "load_given", lambda *_, **__: shipped)
     line = ["--prompts", "3", "--tokens", "4", "--gamma", "2", "--drafters", "suffix", "ngram"]
     line += ["--tree", "4", "--temperature", "0", "--model-gamma", "3"]
     assert bench.main([*line, "--output", str(tmp_path), "--minutes", "0"]) == 0
@@ -172,7 +172,7 @@ def test_smoke(monkeypatch, tmp_path, capsys, shipped, few_words):
 
 
 def test_batches_sample_without_transformers(monkeypatch, tmp_path, shipped, few_words):
-    monkeypatch.setattr(bench, "load_pair", lambda *_, **__: shipped)
+    monkeypatch.setattr(bench, "load_given", lambda *_, **__: shipped)
     line = ["--prompts", "4", "--tokens", "3", "--gamma", "2", "--drafters", "suffix", "--tree"]
     line += ["0", "--batch", "2", "--temperature", "0.7", "--output", str(tmp_path)]
     line += ["--model-gamma", "2", "--contestants", "suffix", "model", "transf", "--by-turns"]

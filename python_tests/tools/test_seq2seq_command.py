@@ -99,6 +99,9 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert family.facts["mini"]["parameters"] < family.facts["small"]["parameters"]
     assert family.facts["small"]["options"]["batch_tokens"] == 512
     assert family.facts["mini"]["options"]["dropout"] == 0.0  # the budget's own
+    with pytest.raises(SystemExit):
+        main(["evaluate", *work, "--no-repeat-ngram", "-1"])
+    assert "--no-repeat-ngram must be at least 0, got -1" in capsys.readouterr().err
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     asked = ["--sentences", "3", "--no-repeat-ngram", "3"]
     code = main(["evaluate", *work, *asked, "--record", "made"])

@@ -26,6 +26,7 @@ __all__ = [
     "find_pair",
     "find_prompts",
     "left_padded",
+    "load_given",
     "load_named",
     "load_pair",
     "size_of",
@@ -309,6 +310,19 @@ def _find(tree: Any, key: str) -> Any:
     return next((found for value in tree.values() if (found := _find(value, key))), None)
 
 
+def load_given(args: argparse.Namespace, *, needs_draft: bool = True) -> Pair:
+    """Load the models that a command line names: see `load_named` and `load_pair`."""
+    return load_pair(
+        args.target,
+        args.draft,
+        args.device,
+        needs_draft,
+        args.dtype,
+        packed=args.packed,
+        compiled=args.compile_draft,
+    )
+
+
 def load_named(
     args: argparse.Namespace, texts: Sequence[Given] | None = None, *, needs_draft: bool = True
 ) -> tuple[Pair, list[Prompt]]:
@@ -325,15 +339,7 @@ def load_named(
         See `load_pair`.
     """
     check_device(args.device)
-    pair = load_pair(
-        args.target,
-        args.draft,
-        args.device,
-        needs_draft,
-        args.dtype,
-        packed=args.packed,
-        compiled=args.compile_draft,
-    )
+    pair = load_given(args, needs_draft=needs_draft)
     if texts is None:
         return pair, find_prompts(pair, getattr(args, "prompt", None))
     chat = getattr(args, "chat", False)

@@ -36,7 +36,7 @@ def _ways(capability: str) -> _Ways:
         # for a vector, or oneDNN with packed weights.
         return _Ways(packed=range(5, 33), right=few, alone=few)
     if capability == "AVX512":
-        # On AMD's processors MKL uses one thread for a vector.
+        # On AMD's processors, torch took as long for a vector with two threads as with one.
         return _Ways(packed=range(1, 33), right=range(0), alone=few)
     # A matrix-vector product arranges nothing; many rows pay for it.
     return _Ways(packed=range(2, 33), right=range(0), alone=range(0))

@@ -356,10 +356,8 @@ class SpecDrafter(T5PreTrainedModel):
 
         Raises
         ------
-        TypeError
-            Something else than an integer tensor.
-        ValueError
-            Not distinct tokens of the target, or none; a drafter whose vocabulary is reduced.
+        TypeError, ValueError
+            No integer tensor; not distinct tokens of the target, or none; a reduced vocabulary.
 
         Examples
         --------

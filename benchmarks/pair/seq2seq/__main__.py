@@ -373,6 +373,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if given.work is None:
         is_reverse = given.run is run_prepare and given.reverse
         given.work = BUILD / "seq2seq" / (f"{given.task}-reverse" if is_reverse else given.task)
+    if given.run is run_evaluate and given.no_repeat_ngram < 0:
+        parser.error(f"--no-repeat-ngram must be at least 0, got {given.no_repeat_ngram}")
     if given.run is run_train:
         given.sizes = given.sizes.split(",")
         if unknown := [name for name in given.sizes if name not in SIZES]:
