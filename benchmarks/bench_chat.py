@@ -114,7 +114,8 @@ def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> di
         found[f"{name}, {RENEWAL}"] = ours(pair, setting, new, policy, draft=draft, stops=stops)
         if name in GROWING and options.tree:
             # A draft model needs a call for each level, a suffix drafter none.
-            tree = GrownTree(options.tree, max(gammas), beam=3)
+            depth = options.depth or max(gammas)
+            tree = GrownTree(options.tree, depth, options.beam, min_chance=options.min_chance)
             label = f"{name}, tree of {options.tree}"
             found[label] = ours(pair, setting, new, draft=draft, stops=stops, tree=tree)
     found |= rivals(pair, setting, options)
@@ -338,6 +339,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--contestants", nargs="+", default=[], metavar="PART", help="those with this in their name"
     )
     parser.add_argument("--tree", type=int, default=16, help="nodes of trees; 0: no trees")
+    parser.add_argument("--beam", type=int, default=3, help="nodes of a level that go on (3)")
+    parser.add_argument("--depth", type=int, help="of trees (default: the largest draft length)")
+    parser.add_argument(
+        "--min-chance", type=float, default=0.0, help="of trees, see `GrownTree` (0: not looked at)"
+    )
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=96, help="new tokens a prompt at most")

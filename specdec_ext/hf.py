@@ -49,8 +49,9 @@ from .decoding import (
 from .decoding.cache_names import STATE_NAMES, own_cache_name
 from .decoding.drafters.early_exit import first_layers
 from .decoding.encoder_decoder import encoded, rows_of
+from .decoding.grown_trees import GrownTree
 from .decoding.processors import ByRequest
-from .decoding.trees import GrownTree, StaticTree
+from .decoding.trees import StaticTree
 
 __all__ = ["SpeculativeOutput", "assisted_generation", "generate_fn", "streaming"]
 

@@ -542,6 +542,7 @@ CONSTRUCTORS = {
         "depth": (*NOT_INTS, 0),
         "beam": (*NOT_INTS, 0),
         "children": ("iid", None),
+        "min_chance": (*NOT_NUMBERS, *NOT_FINITE, -0.1, 1.5),
     },
 }
 REQUIRED = {
@@ -589,7 +590,8 @@ def test_constructors_take_numbers_of_numpy_and_torch():
             AggressiveDrafter([np.array([1, 0]), torch.tensor([1]), (two,)]),
             HierarchicalDrafter(MODEL, MODEL, two, refill=np.bool_(True)),
             BanditDrafter(LookupDrafter(), costs=np.array([half]), memory=two),
-            GrownTree(two, two, two), StaticTree(np.array([-1, 0, 0])), sequoia_tree([half], two),
+            GrownTree(two, two, two, min_chance=half), sequoia_tree([half], two),
+            StaticTree(np.array([-1, 0, 0])),
             StaticTree.from_widths(np.array([2, 1])), EarlyExitDrafter(pair()[0], two),
         ]  # fmt: skip
         for thing in made:

@@ -76,6 +76,7 @@ TREES = {
     "top_k": (StaticTree.from_widths((2, 2), "top_k"), "target_only"),
     "drawn": (StaticTree.from_widths((2, 1)), "traversal"),
     "grown": (GrownTree(6, 3, beam=2), "traversal"),
+    "ending": (GrownTree(6, 3, beam=2, min_chance=0.5), "traversal"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from generate_models import pair, prompts
 import specdec_ext
 from specdec_ext import ops
 from specdec_ext.decoding import GrownTree, StaticTree, sequoia_tree
+from specdec_ext.decoding.grown_trees import draft_grown
 from specdec_ext.decoding.trees import CHILDREN, Noise, draw_children
 from specdec_ext.testing import tv_bound
 
@@ -26,6 +28,7 @@ TREES = {
     "chain": StaticTree.from_widths((1, 1, 1, 1)),
     "uneven": StaticTree((-1, 0, 0, 0, 1, 1, 3, 4)),
     "grown": GrownTree(nodes=12, depth=4, beam=3),
+    "ending": GrownTree(nodes=8, depth=5, beam=3, min_chance=0.3),
 }
 
 
@@ -55,6 +58,8 @@ def test_trees_that_are_refused():
         GrownTree(8, 3, children="iid")
     with pytest.raises(ValueError, match="nodes must be in"):
         GrownTree(0, 3)
+    with pytest.raises(ValueError, match="min_chance must be in"):
+        GrownTree(8, 3, min_chance=1.5)
     with pytest.raises(ValueError, match="widths must be at least 1"):
         StaticTree.from_widths((2, 0))
 
@@ -84,6 +89,101 @@ def test_sequoia_finds_the_best_of_all_trees(rates, nodes):
 
 def test_sequoia_keeps_to_its_depth():
     assert sequoia_tree([0.9, 0.8], 12, max_depth=2).depth == 2
+
+
+# ---- trees that grow -----------------------------------------------------------------------------
+
+LAWS = {"wide": 1.0, "sharp": 2.0}  # factors of random logits
+
+
+def law_behind(request: int, path: tuple[int, ...], factor: float) -> torch.Tensor:
+    """Return the logits ``[7]`` behind a path of a request's tree."""
+    number = functools.reduce(lambda found, token: 8 * found + token + 1, path, request + 1)
+    return factor * torch.randn(7, generator=torch.Generator().manual_seed(number)).double()
+
+
+def grown_by_hand(tree: GrownTree, request: int, factor: float) -> tuple[set[tuple[int, ...]], int]:
+    """Return the paths that a tree keeps, and the levels that were grown, by the definition."""
+    pool, frontier, levels = [((), 1.0)], [((), 1.0)], 0
+    while levels < tree.depth and (not levels or frontier[0][1] >= tree.min_chance):
+        levels += 1
+        children = []
+        for path, chance in frontier:
+            law = law_behind(request, path, factor).softmax(0)
+            best = law.argsort(descending=True)[: tree.beam]
+            children += [((*path, token), chance * float(law[token])) for token in best.tolist()]
+        pool += children
+        frontier = sorted(children, key=lambda child: -child[1])[: tree.beam]
+    kept = sorted(pool, key=lambda node: -node[1])[: tree.nodes]
+    return {path for path, _ in kept}, levels
+
+
+def grown(tree: GrownTree, requests: list[int], factor: float) -> tuple[list[set], list[int]]:
+    """Return the paths that `draft_grown` keeps of each request, and the widths of its calls."""
+    paths: list[list[tuple[int, ...]]] = [[] for _ in requests]
+    widths = []
+
+    def extend(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        widths.append(tokens.shape[1])
+        for own, row, above in zip(paths, tokens.tolist(), parents.tolist(), strict=True):
+            own += [() if p < 0 else (*own[p], t) for t, p in zip(row, above, strict=True)]
+        last = [own[-tokens.shape[1] :] for own in paths]
+        return torch.stack(
+            [
+                torch.stack([law_behind(request, path, factor) for path in own])
+                for request, own in zip(requests, last, strict=True)
+            ]
+        )
+
+    draft, runs = draft_grown(tree, torch.zeros(len(requests), dtype=torch.int64), extend, {})
+    found = []
+    for b, run in enumerate(runs.tolist()):
+        tokens, parents = draft.tokens[b].tolist(), draft.parents[b].tolist()
+        own: list[tuple[int, ...] | None] = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            above = own[parent]
+            own.append(None if token < 0 or above is None else (*above, token))
+        # A node that was run is where `runs` says among the nodes that `extend` was given.
+        assert all(
+            paths[b][place] == path
+            for place, path in zip(run, own, strict=True)
+            if place >= 0 and path is not None
+        )
+        found.append({path for path in own if path is not None})
+    return found, widths
+
+
+@pytest.mark.parametrize("factor", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("min_chance", [0.0, 0.2, 0.5, 0.9, 1.0])
+def test_a_grown_tree_ends_where_its_next_level_can_hardly_be_reached(min_chance, factor):
+    """Each request's by itself; a call is saved where none goes on."""
+    tree, requests = GrownTree(9, 4, beam=3, min_chance=min_chance), [*range(12)]
+    expected = [grown_by_hand(tree, request, factor) for request in requests]
+    levels = [its for _, its in expected]
+    together, widths = grown(tree, requests, factor)
+    assert together == [paths for paths, _ in expected]
+    assert widths == [1, 3, 3, 3][: max(levels)]
+    for request, (paths, its) in zip(requests, expected, strict=True):
+        alone, widths = grown(tree, [request], factor)
+        assert alone == [paths] and len(widths) == its
+    if min_chance == 0.5 and factor == LAWS["sharp"]:
+        assert len(set(levels)) > 2  # the test tests something
+    assert min_chance not in (0.0, 1.0) or set(levels) == {4 if min_chance == 0 else 1}
+
+
+def test_levels_that_are_not_grown_cost_no_call():
+    target, draft = pair(noise=0.02)
+    ids, _ = prompts([6])
+    options = {"max_new_tokens": NEW, "temperature": 0.0}
+    calls = {
+        chance: specdec_ext.generate(
+            target, draft, ids, tree=GrownTree(8, 5, beam=3, min_chance=chance), **options
+        ).statistics
+        for chance in (0.0, 0.3, 1.0)
+    }
+    rounds = {chance: found.rounds for chance, found in calls.items()}
+    assert calls[0.0].draft_calls == 5 * rounds[0.0] and calls[1.0].draft_calls == rounds[1.0]
+    assert rounds[0.3] < calls[0.3].draft_calls < 5 * rounds[0.3]
 
 
 # ---- children ------------------------------------------------------------------------------------

@@ -85,12 +85,16 @@ def test_the_calls_that_it_names_are_calls():
     target, draft = random_pair(noise=0.02)
     pair = Pair(target, draft, None, [])
     ids = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
-    makers = ("LookupDrafter", "SuffixDrafter", "RenewalRule")
+    makers = ("LookupDrafter", "SuffixDrafter", "RenewalRule", "GrownTree")
     names = {name: getattr(specdec_ext.decoding, name) for name in makers}
     names |= {"generate": specdec_ext.generate, "target": target, "draft": draft, "input_ids": ids}
-    for contestant in bench.contestants(pair, options("--gamma", 1, 3)):
+    field = bench.contestants(pair, options("--gamma", 1, 3, "--tree", 4, 6))
+    assert [c.name for c in field if "tree" in c.name] == [
+        "the draft, tree of 4", "the draft, tree of 6"
+    ]  # fmt: skip
+    for contestant in field:
         result = eval(contestant.code, names)
-        ours = specdec_ext.generate(target, contestant.draft(), ids, gamma=contestant.gamma)
+        ours = specdec_ext.generate(target, contestant.draft(), ids, **contestant.shape)
         assert torch.equal(result.sequences, ours.sequences)
         if "Renewal" not in contestant.code:  # which goes by the clock
             assert result.statistics.histogram == ours.statistics.histogram
@@ -179,7 +183,7 @@ def test_the_run_of_median_time_counts_and_all_take_turns(monkeypatch):
         return bench.Run([0], next(times), 1.0)
 
     monkeypatch.setattr(bench, "decode", decode)
-    one = [bench.Contestant("a", None, 1, "")]
+    one = [bench.Contestant("a", None, {}, "")]
     args = SimpleNamespace(seed=5, temperature=0.0)
     runs = bench.time_all(None, ["p", "q"], one, args, lambda text: None, repeats=3)
     assert [run.seconds for run in runs["a"]] == [2.0, 8.0]
@@ -187,6 +191,13 @@ def test_the_run_of_median_time_counts_and_all_take_turns(monkeypatch):
 
 
 # --- the command line -------------------------------------------------------------------------
+
+
+def test_trees_want_a_draft(capsys):
+    target = str(find_pair() / "target")
+    for given in (("--target", target), ("--drafter", "lookup")):
+        assert bench.run(options(*given, "--tree", 4)) == 2
+        assert "--tree needs a draft model or heads (--draft)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("content", "said"), [

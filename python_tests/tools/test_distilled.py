@@ -401,6 +401,51 @@ def test_the_commands(tmp_path, capsys):
     assert torch.equal(found, specdec_ext.generate(target, None, ids, **told).sequences)
 
 
+def test_a_trained_draft_goes_on_with_new_texts(tmp_path, capsys):
+    """It keeps its vocabulary and begins with its weights; its card says what it began with."""
+    folder, work = tmp_path / "chatty", tmp_path / "work"
+    save_chat_model(folder)
+    few = ["--shards", "2", "--batch", "5", "--tokens", "6"]
+    steps = ["--batch", "2", "--vocabulary", "40", "--steps"]
+
+    def run(command: str, seed: int, own: Path, *more: str) -> None:
+        line = [command, str(folder), "--work", str(own), "--device", "cpu", "--seed", f"{seed}"]
+        assert main([*line, *more]) == 0
+
+    run("texts", 5, work, *few)
+    run("train", 5, work, *steps, "3")
+    first, later = work / "chatty" / "draft", tmp_path / "later"
+    run("texts", 6, later, *few)
+    run("train", 6, later, *steps, "1", "--start", str(first))
+    run("evaluate", 6, later, "--record", str(tmp_path / "record"))
+    said = (tmp_path / "record.md").read_text(encoding="utf-8")
+    assert ", behind 3 on " in said and " other tokens. Measured on 5 others." in said
+    card, begun = (
+        json.loads((path / "training.json").read_text(encoding="utf-8"))
+        for path in (later / "chatty" / "draft", first)
+    )
+    assert card["steps"] == 1 and card["start"] == begun
+    old = DraftLlama.from_pretrained(first, dtype=torch.float32)
+    new = DraftLlama.from_pretrained(later / "chatty" / "draft", dtype=torch.float32)
+    assert torch.equal(old.draft_token_ids, new.draft_token_ids)
+    # A single step, at the beginning of the warm-up, moves no weight far; a fresh draft's differ.
+    pairs = zip(old.parameters(), new.parameters(), strict=True)
+    assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 0.02
+    torch.manual_seed(6)
+    fresh = DraftLlama(old.config)
+    pairs = zip(old.parameters(), fresh.parameters(), strict=True)
+    assert max(float((a - b).detach().abs().max()) for a, b in pairs) > 0.05
+    capsys.readouterr()
+    line = ["train", str(folder), "--work", str(later), "--device", "cpu", "--steps", "1"]
+    assert main([*line, "--start", str(folder)]) == 2
+    assert "has no draft that `train` made" in capsys.readouterr().err
+    config = json.loads((first / "config.json").read_text(encoding="utf-8"))
+    config["vocab_size"] += 1
+    (first / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert main([*line, "--start", str(first)]) == 2
+    assert f"the target's {config['vocab_size'] - 1} tokens, got" in capsys.readouterr().err
+
+
 def chatty(tmp_path: Path, shards: int) -> tuple[Path, Path]:
     """Save a chat model and let it write; return their folders."""
     folder, work = tmp_path / "chatty", tmp_path / "work"
@@ -481,7 +526,7 @@ def test_states_of_conversations_are_computed_once(tmp_path, monkeypatch):
 
 def test_errors(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path), "--work", str(tmp_path / "work")]) == 2
-    assert "run `train` first" in capsys.readouterr().err
+    assert "has no draft that `train` made" in capsys.readouterr().err
     assert main(["train", str(tmp_path), "--work", str(tmp_path / "work")]) == 2
     assert "run `texts` first" in capsys.readouterr().err
     assert main(["texts", str(tmp_path / "nowhere")]) == 2

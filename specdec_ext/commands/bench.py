@@ -54,6 +54,7 @@ PROMPTS = (
 CHECKED = 2  # prompts whose greedy output is compared before anything is timed
 PLAIN = "plain"
 DRAFTERS = {"model": "the draft", "lookup": "LookupDrafter()", "suffix": "SuffixDrafter()"}
+TREES: dict[str, Any] = {"depth": 4, "beam": 3, "min_chance": 0.4}
 SURE = 2.0  # standard errors
 
 
@@ -62,7 +63,7 @@ class Contestant(NamedTuple):
 
     name: str
     draft: Callable[[], Any]
-    gamma: Any
+    shape: dict[str, Any]  # ``gamma`` or ``tree`` of `generate`
     code: str  # the call of `generate` that it stands for
 
 
@@ -109,6 +110,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="put each prompt into the tokenizer's chat template"
     )
     parser.add_argument("--gamma", type=int, nargs="+", default=[2, 4, 8], help="(default: 2 4 8)")
+    parser.add_argument(
+        "--tree",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="NODES",
+        help="let the draft model or heads draft trees of so many nodes, too, the root included",
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="(default: %(default)s, greedy)"
     )
@@ -186,8 +195,8 @@ def _report(pair: Pair, prompts: list[Prompt], args: argparse.Namespace) -> int:
 
 
 def contestants(pair: Pair, args: argparse.Namespace) -> list[Contestant]:
-    """List plain decoding, then each drafter at each length and under the renewal rule."""
-    from ..decoding import LookupDrafter, RenewalRule, SuffixDrafter
+    """List plain decoding, then each drafter at each length, under the renewal rule, in trees."""
+    from ..decoding import GrownTree, LookupDrafter, RenewalRule, SuffixDrafter
 
     drafts: dict[str, Callable[[], Any]] = {
         "model": lambda: pair.drafter,
@@ -195,24 +204,23 @@ def contestants(pair: Pair, args: argparse.Namespace) -> list[Contestant]:
         "suffix": SuffixDrafter,
     }
     codes = {**DRAFTERS, "model": "draft"}
-    call = "generate(target, {}, input_ids, gamma={})"
     there = [name for name in drafts if name != "model" or pair.has_draft]
-    field = [Contestant(PLAIN, lambda: None, 1, "generate(target, None, input_ids)")]
-    for name in there if args.drafter is None else [args.drafter]:
-        lengths: list[tuple[Any, str]] = [
-            (gamma, str(gamma)) for gamma in dict.fromkeys(args.gamma)
-        ]
+    there = there if args.drafter is None else [args.drafter]
+    if args.tree and not (pair.has_draft and "model" in there):
+        raise ValueError("--tree needs a draft model or heads (--draft), and no other --drafter")
+    field = [Contestant(PLAIN, lambda: None, {}, "generate(target, None, input_ids)")]
+    for name in there:
+        shapes: list[dict[str, Any]] = [{"gamma": gamma} for gamma in dict.fromkeys(args.gamma)]
         # One object: it goes on learning from prompt to prompt.
-        lengths.append((RenewalRule(), "RenewalRule()"))
-        field += [
-            Contestant(
-                f"{DRAFTERS[name]}, gamma {said}",
-                drafts[name],
-                gamma,
-                call.format(codes[name], said),
-            )
-            for gamma, said in lengths
-        ]
+        shapes.append({"gamma": RenewalRule()})
+        if name == "model":
+            shapes += [{"tree": GrownTree(nodes, **TREES)} for nodes in dict.fromkeys(args.tree)]
+        for shape in shapes:
+            ((kind, value),) = shape.items()
+            said = "RenewalRule()" if isinstance(value, RenewalRule) else str(value)
+            label = f"tree of {value.nodes}" if kind == "tree" else f"gamma {said}"
+            code = f"generate(target, {codes[name]}, input_ids, {kind}={said})"
+            field.append(Contestant(f"{DRAFTERS[name]}, {label}", drafts[name], shape, code))
     return field
 
 
@@ -233,7 +241,7 @@ def decode(
             contestant.draft(),
             prompt.ids,
             max_new_tokens=args.max_new_tokens,
-            gamma=contestant.gamma,
+            **contestant.shape,
             temperature=temperature,
             seeds=seed,
         )

@@ -34,6 +34,7 @@ __all__ = [
 
 #: Where the package specdec_ext_pair lies in a checkout.
 IN_A_CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "pair" / "package" / "specdec_ext_pair"
+GRAPHS = 64  # of a compiled draft
 PROMPT_TOKENS = 160
 PROMPTS = 8
 
@@ -252,6 +253,8 @@ def load_pair(
     if compiled:
         if pair.draft is None:
             raise ValueError("--compile-draft needs a draft model (--draft)")
+        # Trees, and requests of a batch that end one by one, need more graphs than torch's 8.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         pair.draft.compile(dynamic=True)
     return pair
 

@@ -18,6 +18,7 @@ from .drafters.suffix import SuffixDrafter
 from .drafters.uniform import UniformDrafter
 from .generate import generate, stream
 from .grouped_queries import group_queries
+from .grown_trees import GrownTree
 from .matchers import TokenMatcher
 from .packed import pack_linears
 from .policies import (
@@ -32,7 +33,7 @@ from .renewal import RenewalRule
 from .stats import Statistics
 from .thresholds import MovingThreshold
 from .tracing import RoundRecord, RoundTrace
-from .trees import GrownTree, StaticTree, sequoia_tree
+from .trees import StaticTree, sequoia_tree
 
 __all__ = [
     "AggressiveDrafter",

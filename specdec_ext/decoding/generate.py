@@ -20,13 +20,14 @@ from .checks import flag, shown
 from .collapse import warn_where_drafts_fail
 from .configured import check_sampled, configured, repeated, with_beams
 from .drafters import Drafter, as_drafter, check_distinct
+from .grown_trees import GrownTree
 from .matchers import matchers_of, without_grammar
 from .options import Options, Settings
 from .policies import FixedGamma, GammaPolicy, as_policy
 from .processors import Processor
 from .sampling_laws import SAMPLING, sampling_laws
 from .stopping import Criterion, find_stops
-from .trees import GrownTree, StaticTree
+from .trees import StaticTree
 
 __all__ = ["generate", "stream"]
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .grown_trees import GrownTree
 from .matchers import TokenMatcher
 from .processors import Processor
 from .sampling_laws import SamplingLaws
 from .stopping import Criterion, Stops
-from .trees import GrownTree, StaticTree
+from .trees import StaticTree
 
 __all__ = ["Options", "Settings"]
 

@@ -31,7 +31,6 @@ from .. import ops, reference
 from ..contract import (
     DOMAIN_COUPLED,
     DOMAIN_DRAFT,
-    GREEDY_BELOW,
     KIND_DETERMINISTIC,
     KIND_IID,
     KIND_REST,
@@ -41,21 +40,21 @@ from .checks import integer, items, number_in, shown
 
 __all__ = [
     "CHILDREN",
-    "GrownTree",
+    "MOST_NODES",
     "StaticTree",
     "TreeDraft",
-    "draft_grown",
     "draft_nothing",
     "draft_static",
     "draft_top_k",
     "draw_children",
+    "filtered_scores",
     "sequoia_tree",
 ]
 
 #: How the children of a node can be drawn.
 CHILDREN = ("without_replacement", "iid", "rest", "top_k", "coupled")
 
-_MOST_NODES = 1024  # of a tree that `specdec_ext.verify_tree` takes
+MOST_NODES = 1024  # of a tree that `specdec_ext.verify_tree` takes
 
 
 class TreeDraft(NamedTuple):
@@ -131,7 +130,7 @@ class StaticTree:
             raise TypeError(
                 f"StaticTree: parents must be a sequence of int, got {shown(self.parents)}"
             )
-        if not 1 <= len(parents) <= _MOST_NODES:
+        if not 1 <= len(parents) <= MOST_NODES:
             raise ValueError(
                 f"StaticTree: parents must be those of 1 to 1024 nodes, got {len(parents)}"
             )
@@ -161,7 +160,7 @@ class StaticTree:
             raise TypeError(f"StaticTree: widths must be a sequence of int, got {shown(widths)}")
         for width in [integer("StaticTree: each of widths", width, low=1) for width in several]:
             first = len(parents)
-            if first + len(level) * width > _MOST_NODES:
+            if first + len(level) * width > MOST_NODES:
                 raise ValueError(
                     f"StaticTree: widths must make 1024 nodes at most, got {tuple(several)}"
                 )
@@ -239,7 +238,7 @@ def sequoia_tree(
     >>> sequoia_tree([0.4, 0.3, 0.2], nodes=4).parents  # many fair ones: a star
     (-1, 0, 0, 0)
     """
-    nodes = integer("sequoia_tree: nodes", nodes, 1, _MOST_NODES)
+    nodes = integer("sequoia_tree: nodes", nodes, 1, MOST_NODES)
     if max_depth is not None:
         max_depth = integer("sequoia_tree: max_depth", max_depth, low=0)
     several = items(acceptance)
@@ -278,49 +277,6 @@ def sequoia_tree(
     return StaticTree(tuple(parents), children)
 
 
-@dataclass(frozen=True)
-class GrownTree:
-    """A tree that grows where the draft is confident: EAGLE-2 and OPT-Tree.
-
-    Level by level the ``beam`` paths with the largest products of q are extended by their
-    ``beam`` likeliest tokens; of everything seen the ``nodes`` most valuable nodes are kept. Values
-    fall along a path, so they form a tree. Its tokens are chosen by value: they are deterministic
-    children, and nothing of it may be drawn.
-
-    Parameters
-    ----------
-    nodes : int
-        The budget, the root included.
-    depth : int
-        Levels to grow: calls of the draft.
-    beam : int
-        Paths to extend in each level, and children of each.
-    children : {"top_k"}
-        How children are drawn: no other way is lossless here.
-
-    References
-    ----------
-    Li et al., "EAGLE-2", arXiv 2406.16858; Wang et al., "OPT-Tree", arXiv 2406.17276.
-    """
-
-    nodes: int
-    depth: int
-    beam: int = 8
-    children: str = "top_k"
-
-    def __post_init__(self) -> None:
-        """Check the sizes."""
-        if self.children != "top_k":
-            raise ValueError(
-                'GrownTree: children must be "top_k", deterministic, where a tree is grown: '
-                f"choosing among drawn ones would bias what is emitted; got {self.children!r}"
-            )
-        most = {"nodes": _MOST_NODES, "depth": None, "beam": None}
-        for name, high in most.items():
-            given = integer(f"GrownTree: {name}", getattr(self, name), 1, high)
-            object.__setattr__(self, name, given)
-
-
 # -------------------------------------------------------------------------------------------------
 # Children
 # -------------------------------------------------------------------------------------------------
@@ -354,7 +310,7 @@ def _hide(mask: Tensor, tokens: Tensor) -> None:
     mask.scatter_(1, word, kept.to(torch.int32))
 
 
-def _filtered(logits: Tensor, filters: Mapping[str, Any]) -> Tensor:
+def filtered_scores(logits: Tensor, filters: Mapping[str, Any]) -> Tensor:
     """Logits ``[M, V]`` with -inf where top-k, top-p and min-p keep nothing."""
     if not any(filters.get(name) is not None for name in ("top_k", "top_p", "min_p")):
         return logits
@@ -395,7 +351,7 @@ def draw_children(
     kinds : list of int
         The kind of each child, as `specdec_ext.verify_tree` names them.
     """
-    filtered = _filtered(logits, filters)
+    filtered = filtered_scores(logits, filters)
     temperature = {k: v for k, v in filters.items() if k == "temperature"}
     mask = torch.full(
         (logits.shape[0], (logits.shape[1] + 31) // 32), -1, dtype=torch.int32, device=logits.device
@@ -543,7 +499,7 @@ def draft_top_k(
     for depth, nodes in enumerate(tree.levels[1:]):
         ranks = torch.tensor(tree.ranks[nodes.start : nodes.stop], device=root.device)
         most = min(max(tree.ranks[nodes.start : nodes.stop]) + 1, vocabulary)
-        values, tokens = _filtered(laws[:, depth], filters).topk(most, -1)
+        values, tokens = filtered_scores(laws[:, depth], filters).topk(most, -1)
         tokens = torch.where(values > -torch.inf, tokens, -1)
         tokens = torch.nn.functional.pad(tokens, (0, 1), value=-1)  # of ranks that V has not
         levels.append(tokens[:, ranks.clamp(max=most)])
@@ -554,89 +510,3 @@ def draft_top_k(
         None,
         None,
     )
-
-
-def _grow_level(
-    logits: Tensor, values: Tensor, parents: Tensor, beam: int, filters: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Extend every node of a frontier by its likeliest tokens; tokens, parents and values."""
-    batch, width, vocab = logits.shape
-    spread = {name: value.repeat_interleave(width, 0) for name, value in filters.items()}
-    flat = _filtered(logits.reshape(batch * width, vocab), spread)
-    temperature = spread.get("temperature")
-    scores = flat.double()
-    if temperature is not None:  # at T = 0 the order is what matters; its values are those of T = 1
-        scores = scores / torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
-    log_q, tokens = scores.log_softmax(-1).topk(min(beam, vocab), -1)
-    log_q = torch.where(log_q.isnan(), -torch.inf, log_q)
-    each = log_q.shape[-1]
-    values = (values[:, :, None] + log_q.reshape(batch, width, each)).reshape(batch, -1)
-    return tokens.reshape(batch, -1), parents.repeat_interleave(each, 1), values
-
-
-def draft_grown(
-    tree: GrownTree,
-    root: Tensor,
-    extend: Callable[[Tensor, Tensor], Tensor],
-    filters: Mapping[str, Any],
-) -> tuple[TreeDraft, Tensor]:
-    """Grow a tree by value, one draft call a level.
-
-    Parameters
-    ----------
-    tree : GrownTree
-        Its sizes.
-    root : Tensor
-        ``[B]`` int64, each request's last token.
-    extend : callable
-        ``extend(tokens [B, m], parents [B, m]) -> logits [B, m, V]`` runs the draft on m nodes;
-        parents count the nodes run before, -1 for the root.
-    filters : mapping
-        As in `draw_children`, each ``[B]``.
-
-    Returns
-    -------
-    draft : TreeDraft
-        Without laws.
-    runs : Tensor
-        ``[B, N]`` int64: which of the nodes that ``extend`` ran this is, -1 for none.
-    """
-    batch = root.shape[0]
-    # The pool, by column: the root, then every node seen, level by level.
-    tokens, parents = root[:, None], root.new_full((batch, 1), -1)
-    values = torch.zeros(batch, 1, dtype=torch.float64, device=root.device)
-    runs = root.new_full((batch, 1), -1)
-    frontier, run = root.new_zeros(batch, 1), 0
-    for _ in range(tree.depth):
-        width = frontier.shape[1]
-        ran_before = torch.where(parents >= 0, runs.gather(1, parents.clamp(min=0)), -1)
-        logits = extend(tokens.gather(1, frontier), ran_before.gather(1, frontier))
-        order = torch.arange(run, run + width, device=root.device).expand(batch, -1)
-        runs = runs.scatter(1, frontier, order)
-        run += width
-        seen = tokens.shape[1]
-        grown = _grow_level(logits, values.gather(1, frontier), frontier, tree.beam, filters)
-        tokens, parents, values = (
-            torch.cat(pair, 1) for pair in zip((tokens, parents, values), grown, strict=True)
-        )
-        runs = torch.cat([runs, torch.full_like(grown[1], -1)], 1)
-        best = grown[2].sort(dim=1, descending=True, stable=True).indices[:, : tree.beam]
-        frontier = seen + best.sort(dim=1).values
-
-    # Values fall along a path and equals keep their order, so that a node comes after its parent.
-    kept = values.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes]
-    kept = kept.sort(dim=1).values
-    place = torch.full_like(tokens, -1).scatter(
-        1, kept, torch.arange(kept.shape[1], device=root.device).expand(batch, -1)
-    )
-    new_parents = parents.gather(1, kept)
-    new_parents = torch.where(new_parents >= 0, place.gather(1, new_parents.clamp(min=0)), -1)
-    impossible = values.gather(1, kept) == -torch.inf
-    draft = TreeDraft(
-        tokens.gather(1, kept).masked_fill(impossible, -1),
-        new_parents,
-        torch.zeros(kept.shape, dtype=torch.int8, device=root.device),
-        None,
-        None,
-    )
-    return draft, runs.gather(1, kept)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from pair.distilled.induction import begin_copying  # noqa: E402
 from pair.distilled.measurement import measure, table  # noqa: E402
 from pair.distilled.texts import Plan, read_shards, starts, write_shards  # noqa: E402
 from pair.distilled.training import (  # noqa: E402
+    Conversation,
     batches,
     conversations,
     distillation_loss,
@@ -43,7 +45,7 @@ from pair.distilled.training import (  # noqa: E402
 from pair.heads.training import Options, train  # noqa: E402
 from pair.models import model_folder, multiplies_bfloat16  # noqa: E402
 from pair.seq2seq.schedule import Pace  # noqa: E402
-from specdec_ext.models.draft_llama import DraftLlama  # noqa: E402
+from specdec_ext.models.draft_llama import DraftLlama, DraftLlamaConfig  # noqa: E402
 
 BUILD = HERE.parents[2] / "build" / "distilled"
 CARD = "training.json"  # beside the weights: how they were made
@@ -101,15 +103,18 @@ def run_train(given: argparse.Namespace) -> int:
         raise ValueError(f"training needs at least 2 shards (one is held out), got {len(shards)}")
     texts = conversations(shards[1:])
     target = AutoModelForCausalLM.from_pretrained(model_folder(given.target), dtype=torch.float32)
-    vocabulary = target.config.get_text_config().vocab_size
     torch.manual_seed(given.seed)
-    known = frequent_tokens(texts, min(given.vocabulary, vocabulary), vocabulary)
-    draft = DraftLlama.from_target(target, known, **SHAPE)
-    begin_copying(draft)
+    draft = fresh_draft(target, texts, given.vocabulary) if given.start is None else (
+        started_draft(given.start, target)
+    )  # fmt: skip
     draft.to(device).requires_grad_(True)
     del target
     pace = Pace(given.steps, None if given.steps else 60.0 * given.budget)
-    options = Options(given.target, "distilled", given.seed, given.batch, warmup=0.05)
+    begun = {} if given.start is None else {"start": card_of(given.start)}
+    options = Options(
+        given.target, "distilled", given.seed, given.batch, warmup=0.05,
+        details=json.dumps(begun) if begun else "",
+    )  # fmt: skip
     folder = work_of(given) / "draft"
     rows = batches(texts, given.batch, given.seed, device)
     report = train(
@@ -120,7 +125,7 @@ def run_train(given: argparse.Namespace) -> int:
     tokens = sum(len(text.tokens) for text in texts)
     facts = {
         **common.machine_facts(), **asdict(report), "conversations": len(texts), "tokens": tokens,
-        "epochs": round(report.steps * given.batch / len(texts), 2),
+        "epochs": round(report.steps * given.batch / len(texts), 2), **begun,
     }  # fmt: skip
     (folder / CARD).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     entropy, acceptance = report.parts
@@ -132,22 +137,57 @@ def run_train(given: argparse.Namespace) -> int:
     return 0
 
 
+def fresh_draft(target: Any, texts: Sequence[Conversation], tokens: int) -> DraftLlama:
+    """Make a draft that knows the tokens which the target expects most often, and copies."""
+    vocabulary = target.config.get_text_config().vocab_size
+    known = frequent_tokens(texts, min(tokens, vocabulary), vocabulary)
+    draft = DraftLlama.from_target(target, known, **SHAPE)
+    begin_copying(draft)
+    return draft
+
+
+def started_draft(folder: Path, target: Any) -> DraftLlama:
+    """Load a draft that was trained before, in float32."""
+    own = DraftLlamaConfig.from_pretrained(folder).vocab_size
+    vocabulary = target.config.get_text_config().vocab_size
+    if own != vocabulary:
+        raise ValueError(
+            f"--start {folder}: the draft must be over the target's {vocabulary} tokens, got {own}"
+        )
+    draft: DraftLlama = DraftLlama.from_pretrained(folder, dtype=torch.float32)
+    return draft
+
+
+def card_of(folder: Path) -> dict[str, Any]:
+    """Return how the draft in a folder was made.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is none.
+    """
+    if not (folder / CARD).is_file():
+        raise FileNotFoundError(f"{folder} has no draft that `train` made")
+    card: dict[str, Any] = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    return card
+
+
 def run_evaluate(given: argparse.Namespace) -> int:
     """Say how often the draft and the target agree on conversations that it did not see."""
     device, folder = device_of(given), work_of(given) / "draft"
-    if not (folder / CARD).is_file():
-        raise FileNotFoundError(f"{folder} has no draft: run `train` first")
+    card = card_of(folder)
     draft = DraftLlama.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     texts = conversations(read_shards(work_of(given) / "texts")[:1])
     records = measure(draft, texts, device)
-    card: dict[str, Any] = json.loads((folder / CARD).read_text(encoding="utf-8"))
     shown = table(records)
     print(shown)
     if given.record:
+        first = card.get("start")
+        begun = f", behind {first['steps']:,} on {first['tokens']:,} other tokens" if first else ""
         head = (
             f"# A draft for {Path(given.target).name}, distilled\n\n{card['conversations']:,} "
             f"conversations of the target's ({card['tokens']:,} tokens), {card['epochs']} epochs, "
-            f"{card['steps']:,} steps in {card['seconds'] / 60:.0f} minutes. Measured on "
+            f"{card['steps']:,} steps in {card['seconds'] / 60:.0f} minutes{begun}. Measured on "
             f"{len(texts)} others."
         )
         facts = {**common.machine_facts(), "training": card}
@@ -186,7 +226,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--budget", type=float, default=60.0, help="minutes (60)")
     add("--steps", type=int, help="steps in place of minutes: repeatable to the bit")
     add("--batch", type=int, default=8, help="conversations of a step (8)")
-    add("--vocabulary", type=int, default=8192, help="tokens that the draft knows (8192)")
+    add("--vocabulary", type=int, default=8192, help="tokens that a fresh draft knows (8192)")
+    add("--start", type=Path, metavar="FOLDER", help="a trained draft to go on with, on new texts")
 
     command = commands.add_parser("evaluate", parents=[shared])
     command.set_defaults(run=run_evaluate)

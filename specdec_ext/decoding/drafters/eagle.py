@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..checks import shown
 from ..counts import Counts
-from ..trees import StaticTree, TreeDraft, draft_grown, draft_nothing, draft_static
+from ..grown_trees import draft_grown
+from ..trees import StaticTree, TreeDraft, draft_nothing, draft_static
 from . import Draft, GoOn, Requests
 from .interface import over_the_target
 from .rows import columns_in_use

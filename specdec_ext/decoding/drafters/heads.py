@@ -11,15 +11,8 @@ from torch import Tensor
 
 from ..checks import shown
 from ..counts import Counts
-from ..trees import (
-    GrownTree,
-    StaticTree,
-    TreeDraft,
-    draft_grown,
-    draft_nothing,
-    draft_static,
-    draft_top_k,
-)
+from ..grown_trees import GrownTree, draft_grown
+from ..trees import StaticTree, TreeDraft, draft_nothing, draft_static, draft_top_k
 from . import Draft, GoOn, Requests
 from .hosted import reduced_vocabulary
 from .interface import over_the_target

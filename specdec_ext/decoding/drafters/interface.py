@@ -16,7 +16,8 @@ from ..counts import Counts
 from ..texts import on_the_host
 
 if TYPE_CHECKING:
-    from ..trees import GrownTree, StaticTree, TreeDraft
+    from ..grown_trees import GrownTree
+    from ..trees import StaticTree, TreeDraft
 
 __all__ = [
     "Draft",
@@ -488,8 +489,8 @@ class TreeProposer(Protocol):
         TreeDraft
             What stands at the root is not read: it is the text's last token. A child that was drawn
             is declared so, with the row of logits that it was drawn from, and drawn from randomness
-            that verification never sees: `trees.draft_static` and `trees.draft_grown` do both.
-            Whatever was chosen is a deterministic child.
+            that verification never sees: `trees.draft_static` and `grown_trees.draft_grown` do
+            both. Whatever was chosen is a deterministic child.
         """
 
     def commit_path(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:

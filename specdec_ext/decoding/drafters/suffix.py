@@ -12,7 +12,8 @@ from torch import Tensor
 from ..._host import CopyReader, Growth, SuffixTrie
 from ..checks import integer, number_in, token_ids
 from ..counts import Counts
-from ..trees import GrownTree, StaticTree, TreeDraft
+from ..grown_trees import GrownTree
+from ..trees import StaticTree, TreeDraft
 from . import Draft, GoOn, Requests
 from .counted import CountingReader, draft_of, match_lengths
 from .text import TextDrafter

@@ -12,13 +12,8 @@ from ... import ops
 from ...tree_masks import dense_tree_mask
 from ..checks import is_model, shown
 from ..counts import Counts
-from ..trees import (
-    GrownTree,
-    StaticTree,
-    TreeDraft,
-    draft_grown,
-    draft_static,
-)
+from ..grown_trees import GrownTree, draft_grown
+from ..trees import StaticTree, TreeDraft, draft_static
 from . import MaskNodes, Requests, TreeProposer, last_tokens
 from .hosted import ModelHost
 from .interface import made_drafter
@@ -145,7 +140,10 @@ class TreeDrafter(ModelHost):
         return self._missing.shape[1] - 1
 
     def _run(self, tokens: Tensor, seen: Tensor, depths: Tensor) -> Tensor:
-        """Run nodes that see ``seen`` ``[B, m, t]`` of the tree; the root brings its lead along."""
+        """Run nodes that see ``seen`` ``[B, m, t]`` of the tree; the root brings its lead along.
+
+        Returns the rows of the model's own entries, ``[B, m, Vd]``.
+        """
         assert self._cached is not None
         batch, new, known = seen.shape
         lead = self._lead
@@ -156,7 +154,7 @@ class TreeDrafter(ModelHost):
             steps = torch.arange(lead + 1, device=tokens.device)
             seen = (steps[:, None] >= steps).expand(batch, -1, -1)
             depths = steps.expand(batch, -1)
-        return self._over_the_target(self._cached.forward_nodes(tokens, seen, depths)[:, -new:])
+        return self._cached.forward_nodes(tokens, seen, depths)[:, -new:]
 
     def _propose_static(self, tree: StaticTree, root: Tensor, positions: Tensor) -> TreeDraft:
         device = root.device
@@ -169,7 +167,7 @@ class TreeDrafter(ModelHost):
         def extend(tokens: Tensor, nodes: range) -> Tensor:
             level = slice(nodes.start, nodes.stop)
             rows = self._run(tokens, seen[:, level, : nodes.stop], depths[:, level])
-            return masks.hide(rows, tokens, parents[:, level])
+            return masks.hide(self._over_the_target(rows), tokens, parents[:, level])
 
         inner = tree.levels[-1].start
         nodes = torch.arange(len(tree.parents), device=device)
@@ -179,6 +177,8 @@ class TreeDrafter(ModelHost):
     def _propose_grown(self, tree: GrownTree, root: Tensor) -> TreeDraft:
         branches: Branches | None = None
         masks = NodeMasks(self._requests.mask_nodes)
+        # Masks are over the target's tokens. Without any, the model's own, fewer ones will do.
+        is_masked = self._requests.mask_nodes is not None
 
         def extend(tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal branches
@@ -187,9 +187,13 @@ class TreeDrafter(ModelHost):
                 rows = self._run(tokens, branches.seen, branches.depths)
             else:
                 rows = self._run(tokens, *branches.add(parents))
-            return masks.hide(rows, tokens, parents)
+            if not is_masked:
+                return rows
+            return masks.hide(self._over_the_target(rows), tokens, parents)
 
-        draft, self._runs = draft_grown(tree, root, extend, self._requests.of_trees()["filters"])
+        filters = self._requests.of_trees()["filters"]
+        own = None if is_masked else self.token_ids
+        draft, self._runs = draft_grown(tree, root, extend, filters, token_ids=own)
         return draft
 
     def commit_path(self, tokens: Tensor, path: Tensor, accepted: Counts) -> None:
