@@ -45,10 +45,9 @@ class GrownTree:
         In [0, 1]: behind the first level, another one is grown while the likeliest of the paths to
         be extended has at least this chance, the product of q along it (at temperature 0, of the
         softmax of the draft's logits). 0: always. A level adds about as many tokens as that chance
-        times the draft's acceptance rate, less what the nodes that it displaces would have brought;
-        0.4 suits a draft call of a fifteenth of a target call. A call serves all requests of a
-        batch, and is saved where none of them goes on. Drafters that need no calls for levels
-        (`SuffixDrafter`) do not look at it.
+        times the draft's acceptance rate, less what the nodes that it displaces would have brought.
+        A call serves all requests of a batch, and is saved where none of them goes on. Drafters
+        that need no calls for levels (`SuffixDrafter`) do not look at it.
 
     References
     ----------
