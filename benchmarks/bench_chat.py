@@ -114,7 +114,7 @@ def contestants(pair: Pair, setting: Setting, options: argparse.Namespace) -> di
         found[f"{name}, {RENEWAL}"] = ours(pair, setting, new, policy, draft=draft, stops=stops)
         if name in GROWING and options.tree:
             # A draft model needs a call for each level, a suffix drafter none.
-            depth = options.depth or max(gammas)
+            depth = max(gammas) if options.depth is None else options.depth
             tree = GrownTree(options.tree, depth, options.beam, min_chance=options.min_chance)
             label = f"{name}, tree of {options.tree}"
             found[label] = ours(pair, setting, new, draft=draft, stops=stops, tree=tree)

@@ -406,14 +406,14 @@ def test_a_trained_draft_goes_on_with_new_texts(tmp_path, capsys):
     folder, work = tmp_path / "chatty", tmp_path / "work"
     save_chat_model(folder)
     few = ["--shards", "2", "--batch", "5", "--tokens", "6"]
-    steps = ["--batch", "2", "--vocabulary", "40", "--steps"]
+    steps = ["--batch", "2", "--steps"]
 
     def run(command: str, seed: int, own: Path, *more: str) -> None:
         line = [command, str(folder), "--work", str(own), "--device", "cpu", "--seed", f"{seed}"]
         assert main([*line, *more]) == 0
 
     run("texts", 5, work, *few)
-    run("train", 5, work, *steps, "3")
+    run("train", 5, work, *steps, "3", "--vocabulary", "40")
     first, later = work / "chatty" / "draft", tmp_path / "later"
     run("texts", 6, later, *few)
     run("train", 6, later, *steps, "1", "--start", str(first))
@@ -439,6 +439,8 @@ def test_a_trained_draft_goes_on_with_new_texts(tmp_path, capsys):
     line = ["train", str(folder), "--work", str(later), "--device", "cpu", "--steps", "1"]
     assert main([*line, "--start", str(folder)]) == 2
     assert "has no draft that `train` made" in capsys.readouterr().err
+    assert main([*line, "--start", str(first), "--vocabulary", "40"]) == 2
+    assert "--vocabulary is for a fresh draft" in capsys.readouterr().err
     config = json.loads((first / "config.json").read_text(encoding="utf-8"))
     config["vocab_size"] += 1
     (first / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -205,7 +205,7 @@ def load_pair(
     but a target. ``dtype``: what the models compute in, a name of torch's; None: float32 on CPUs,
     elsewhere what the checkpoints say. ``packed``: the target's weights, by `pack_linears`, and
     the queries of its ``sdpa`` attention by `group_queries`. ``compiled``: the draft model, by
-    `torch.compile`, once for all lengths.
+    `torch.compile`, once for all lengths; the process then keeps up to `GRAPHS` graphs a function.
     """
     named = target_path is not None, draft_path is not None
     if named == (False, True) or (named == (True, False) and needs_draft):

@@ -46,8 +46,8 @@ class GrownTree:
         be extended has at least this chance, the product of q along it (at temperature 0, of the
         softmax of the draft's logits). 0: always. A level adds about as many tokens as that chance
         times the draft's acceptance rate, less what the nodes that it displaces would have brought.
-        A call serves all requests of a batch, and is saved where none of them goes on. Drafters
-        that need no calls for levels (`SuffixDrafter`) do not look at it.
+        A call serves all requests of a batch, and is saved where none of them goes on.
+        `SuffixDrafter`, which goes by estimates of its own, does not look at it.
 
     References
     ----------
@@ -139,9 +139,9 @@ def draft_grown(
     runs = root.new_full((batch, 1), -1)
     frontier, run = root.new_zeros(batch, 1), 0
     for level in range(tree.depth):
-        going = None
+        going, chances = None, values.gather(1, frontier)  # logarithms
         if level and tree.min_chance:
-            going = values.gather(1, frontier).amax(1, keepdim=True) >= math.log(tree.min_chance)
+            going = chances.amax(1, keepdim=True) >= math.log(tree.min_chance)
             if not bool(going.any()):
                 break
         width = frontier.shape[1]
@@ -151,9 +151,7 @@ def draft_grown(
         runs = runs.scatter(1, frontier, order)
         run += width
         seen = tokens.shape[1]
-        entries, above, reached = _grow_level(
-            logits, values.gather(1, frontier), frontier, tree.beam, filters
-        )
+        entries, above, reached = _grow_level(logits, chances, frontier, tree.beam, filters)
         children = entries if token_ids is None else token_ids[entries]
         if going is not None:  # trees that ended do not depend on those that go on
             reached = torch.where(going, reached, -torch.inf)

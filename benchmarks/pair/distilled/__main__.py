@@ -49,6 +49,7 @@ from specdec_ext.models.draft_llama import DraftLlama, DraftLlamaConfig  # noqa:
 
 BUILD = HERE.parents[2] / "build" / "distilled"
 CARD = "training.json"  # beside the weights: how they were made
+VOCABULARY = 8192
 # 3.4 M parameters with 8,192 tokens, 6.9 MB in bfloat16: few layers, since a call's time on a CPU
 # goes with their number.
 SHAPE = {
@@ -97,6 +98,8 @@ def run_texts(given: argparse.Namespace) -> int:
 
 def run_train(given: argparse.Namespace) -> int:
     """Train a draft and save it in bfloat16."""
+    if given.start is not None and given.vocabulary is not None:
+        raise ValueError("--vocabulary is for a fresh draft; that of --start has its own")
     device = device_of(given)
     shards = read_shards(work_of(given) / "texts")
     if len(shards) < 2:
@@ -104,7 +107,8 @@ def run_train(given: argparse.Namespace) -> int:
     texts = conversations(shards[1:])
     target = AutoModelForCausalLM.from_pretrained(model_folder(given.target), dtype=torch.float32)
     torch.manual_seed(given.seed)
-    draft = fresh_draft(target, texts, given.vocabulary) if given.start is None else (
+    known = VOCABULARY if given.vocabulary is None else given.vocabulary
+    draft = fresh_draft(target, texts, known) if given.start is None else (
         started_draft(given.start, target)
     )  # fmt: skip
     draft.to(device).requires_grad_(True)
@@ -226,7 +230,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--budget", type=float, default=60.0, help="minutes (60)")
     add("--steps", type=int, help="steps in place of minutes: repeatable to the bit")
     add("--batch", type=int, default=8, help="conversations of a step (8)")
-    add("--vocabulary", type=int, default=8192, help="tokens that a fresh draft knows (8192)")
+    add("--vocabulary", type=int, help=f"tokens that a fresh draft knows ({VOCABULARY})")
     add("--start", type=Path, metavar="FOLDER", help="a trained draft to go on with, on new texts")
 
     command = commands.add_parser("evaluate", parents=[shared])
