@@ -12,6 +12,7 @@ import pytest
 from test_renewal import MIXED
 
 from specdec_ext.decoding import RenewalRule
+from specdec_ext.decoding.calibration import BatchTimes
 from specdec_ext.decoding.progress import step_gains
 
 #: Options with which all tokens count alike: the control.
@@ -125,6 +126,56 @@ def test_the_later_tokens_of_one_copy_count_for_less(options, kept):
     assert rounds_of(line, 4, **options).keep([[0.999] * 12, [], [], []]) == [kept, 0, 0, 0]
     assert rounds_of(line, 4, **options).keep([[0.999] * 12] * 4) == [12] * 4  # nobody gets ahead
     assert rounds_of(line, 1, **options).keep([[0.999] * 12]) == [12]
+
+
+def run(policy: RenewalRule, batch: int, dearer: float, rounds: int) -> None:
+    """Let so many rounds go by, in which a draft token adds this share to a plain round's time."""
+    policy.start(batch)
+    times = policy.kept_drafts.times
+    for n in range(rounds):
+        times.observe(n % 3, 1 + dearer * (n % 3))
+
+
+def test_what_single_requests_taught_is_not_believed_of_a_batch():
+    """A draft token costs one request nothing, and four a fifth of a round."""
+    policy, drafts = RenewalRule(16, clock=lambda: 0.0), [[0.5, 0.5]] * 4
+    run(policy, 1, 0.0, 90)
+    run(policy, 4, 0.2, 30)
+    assert policy.kept_drafts.times.relative(2) == pytest.approx(1.4)
+    policy.lengths()
+    assert policy.keep(drafts) == [1] * 4
+    policy.select([2])  # and a single request is not held to what four have cost
+    assert policy.kept_drafts.times.relative(2) == pytest.approx(1.0, abs=0.01)
+    policy.lengths()
+    assert policy.keep(drafts[:1]) == [2]
+    policy.start(4)
+    policy.lengths()
+    assert policy.keep(drafts) == [1] * 4
+
+
+def test_batches_of_about_a_size_share_what_rounds_take():
+    batches = BatchTimes(c=0.4)
+    assert batches.of(0) is batches.of(1)
+    alike = [[1], [2], [3], [4], [5], [6], [7], [8, 9], [10, 11], [14, 15], [28, 31], [32, 39]]
+    for sizes in alike:
+        assert len({id(batches.of(size)) for size in sizes}) == 1
+    assert len({id(batches.of(sizes[0])) for sizes in alike}) == len(alike)
+    assert batches.of(64).c == 0.4
+
+
+def test_a_batch_size_begins_with_what_is_known_of_the_nearest():
+    """And learns within a few rounds where that is wrong, but for what it has not seen itself."""
+    batches = BatchTimes(c=0.4)
+    for size, dearer in ((2, 0.0), (16, 0.3)):
+        for n in range(90):
+            batches.of(size).observe(n % 3, 1 + dearer * (n % 3))
+    first = batches.of(12)
+    assert first.relative(2) == pytest.approx(1.6) and first.c == pytest.approx(0.3)
+    assert first.plain_seen and first.evidence == batches.of(16).evidence
+    for n in range(15):
+        first.observe(n % 3, 1 + 0.1 * (n % 3))
+    assert first.relative(2) == pytest.approx(1.2) and batches.of(16).relative(2) > 1.59
+    assert batches.of(3).relative(2) == pytest.approx(1.0, abs=0.01)
 
 
 def test_steps_of_requests_that_keep_pace_count_in_full():

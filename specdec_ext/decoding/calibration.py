@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 
-__all__ = ["Calibration", "RoundTimes", "TokenRate"]
+__all__ = ["BatchTimes", "Calibration", "RoundTimes", "TokenRate"]
 
 
 class RoundTimes:
@@ -74,28 +74,31 @@ class RoundTimes:
     NEIGHBOURS = 4  # rounds back that a round is compared with
     MOST = 10.0  # no draft pays from 1 on
     KEPT = 24  # rounds that `relative` goes by, of each length
+    HANDED = 4  # and of those, what `successor` begins with
 
     def __init__(self, c: float = 0.1, estimates: int = 256) -> None:
         self.c, self.setup = c, 1.0
         self.evidence = self.silent = self.plain_silent = 0
         self.plain_seen = False
+        self._estimates = estimates
         self._costs = _LastMedian((c, self.GUESS), estimates)
         self._bounds = _LastMedian((self.MOST, 1), estimates)
         self._setups = _LastMedian((1.0, 1), estimates // 4)
         self._rounds: deque[tuple[int, float]] = deque(maxlen=self.NEIGHBOURS)
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=self.KEPT))
+        self._relative: dict[int, float] = {0: 1.0}  # as far as asked for, see `relative`
 
     def relative(self, n: int) -> float:
         """Return the time of a round of ``n`` draft tokens, in plain rounds."""
-        if n == 0:
-            return 1.0
-        line = self.setup * (1 + self.c * n)
-        found: list[float] = sorted([line, *self._seen.get(n, ())])
-        return (found[len(found) // 2] + found[(len(found) - 1) // 2]) / 2
+        if n not in self._relative:
+            line = self.setup * (1 + self.c * n)
+            self._relative[n] = median([line, *self._seen.get(n, ())])
+        return self._relative[n]
 
     def observe(self, n: int, seconds: float) -> None:
         """Count a round of ``n`` draft tokens."""
         seconds = max(seconds, 1e-9)  # of a coarse clock
+        line = self.c, self.setup
         if self._rounds:
             self._seen[n].append(self.measured(seconds))
         neighbours = [(m, t) for m, t in self._rounds if m != n]
@@ -116,6 +119,10 @@ class RoundTimes:
                 self._setups.add(begun / other, 1)
             self.plain_seen |= n * m == 0
         self.setup = max(self._setups.value, 1.0)
+        if (self.c, self.setup) != line:
+            self._relative = {0: 1.0}
+        elif n:
+            self._relative.pop(n, None)
         self.silent = 0 if neighbours else self.silent + 1
         self.plain_silent = self.plain_silent + 1 if n else 0
         self._rounds.append((n, seconds))
@@ -138,6 +145,63 @@ class RoundTimes:
         """Compare no later round with those so far: the requests are others now."""
         self._rounds.clear()
 
+    def successor(self) -> RoundTimes:
+        """Return times that begin as these are now, and learn others faster than these would."""
+        made = RoundTimes(self.c, self._estimates)
+        made.setup, made.plain_seen, made.evidence = self.setup, self.plain_seen, self.evidence
+        made._setups.add(self.setup, 1)
+        for n, seen in self._seen.items():
+            made._seen[n].extend(list(seen)[-self.HANDED :])
+        return made
+
+
+class BatchTimes:
+    """`RoundTimes` of each number of requests: more rows make a call's further tokens dearer.
+
+    A call on four requests of one token may take as long as one on a single request, while three
+    draft tokens make it a third longer, and cost the single request nothing. So what was learned of
+    few requests misleads about many. Numbers whose three leading binary digits agree (8 and 9, say,
+    or 28 to 31) share their times; one that comes up first begins with what is known of the nearest
+    one.
+
+    Parameters
+    ----------
+    c : float
+        First guess of the time that a draft token takes, in begun rounds.
+
+    Examples
+    --------
+    >>> batches = BatchTimes(c=0.5)
+    >>> for n in range(200):
+    ...     batches.of(8).observe(n % 4, 0.01 + 0.002 * (n % 4))
+    >>> round(batches.of(9).c, 2), round(batches.of(4).c, 2)
+    (0.2, 0.2)
+    >>> for n in range(200):
+    ...     batches.of(4).observe(n % 4, 0.01)
+    >>> round(batches.of(9).c, 2), round(batches.of(4).c, 2)
+    (0.2, 0.0)
+    """
+
+    def __init__(self, c: float) -> None:
+        self._c = c
+        self._times: dict[int, RoundTimes] = {}
+
+    def of(self, batch: int) -> RoundTimes:
+        """Return the times of rounds of so many requests; of none, those of one."""
+        batch = max(batch, 1)
+        shift = max(batch.bit_length() - 3, 0)
+        size = batch >> shift << shift
+        if size not in self._times:
+            self._times[size] = self._first(size)
+        return self._times[size]
+
+    def _first(self, size: int) -> RoundTimes:
+        """Return what is believed of a size that has not come up."""
+        if not self._times:
+            return RoundTimes(self._c)
+        nearest = min(self._times, key=lambda known: max(known, size) / min(known, size))
+        return self._times[nearest].successor()
+
 
 def _cost(n: int, seconds: float, m: int, other: float) -> float:
     """Return c of the line through two rounds, at most `RoundTimes.MOST`."""
@@ -154,9 +218,11 @@ class _LastMedian:
         self._ordered = [guess]
         self._last: deque[tuple[float, int]] = deque()
         self._kept = kept
+        self._value: float | None = None  # as long as nothing is added
 
     def add(self, value: float, weight: int) -> int:
         """Add a value; return the weight of the one that is dropped for it, or 0."""
+        self._value = None
         self._last.append((value, weight))
         insort(self._ordered, (value, weight))
         if len(self._last) <= self._kept:
@@ -173,8 +239,10 @@ class _LastMedian:
     @property
     def value(self) -> float:
         """The least value that, with those under it, has half of the weight."""
-        sums = list(accumulate([weight for _, weight in self._ordered]))
-        return self._ordered[bisect_left(sums, sums[-1] / 2)][0]
+        if self._value is None:
+            sums = list(accumulate([weight for _, weight in self._ordered]))
+            self._value = self._ordered[bisect_left(sums, sums[-1] / 2)][0]
+        return self._value
 
 
 class TokenRate:

@@ -89,10 +89,11 @@ class Estimates:
 
     def corrected(self, chances: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return what each request's estimated chances are worth."""
-        factors = [bias.factor for bias in self._bins]
+        shared = [bias.factor for bias in self._bins]
+        own = [bias.factor for bias in self._own]
         return [
-            [probability(odds(p) * factors[self._bin(p)] * own.factor) for p in row]
-            for row, own in zip(chances, self._own, strict=True)
+            [probability(odds(p) * shared[self._bin(p)] * factor) for p in row]
+            for row, factor in zip(chances, own, strict=True)
         ]
 
     def observe(self, request: int, chances: Sequence[float], accepted: Sequence[bool]) -> None:

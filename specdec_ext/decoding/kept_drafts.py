@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from .calibration import RoundTimes, TokenRate
+from .calibration import BatchTimes, TokenRate
 from .estimates import Estimates
 from .progress import step_gains
 
@@ -26,7 +26,7 @@ class KeptDrafts:
     Parameters
     ----------
     c : float
-        First guess of the time that a draft token takes, in begun rounds (`RoundTimes`).
+        First guess of the time that a draft token takes, in begun rounds (`BatchTimes`).
     patience : int
         Rounds without a draft after which nothing more is asked of one, so that drafts are tried
         again: the longer nothing was worth it, the less it has to be.
@@ -38,7 +38,7 @@ class KeptDrafts:
     Attributes
     ----------
     times : RoundTimes
-        What rounds of such drafts cost, by their length.
+        What rounds of such drafts cost, by their length, of as many requests as there are.
     estimates : Estimates
         How good drafters' own estimates are.
     """
@@ -46,7 +46,7 @@ class KeptDrafts:
     SETUP = 1.4  # plain rounds that a begun round counts as until that is measured
 
     def __init__(self, c: float, patience: int, memory: int, ahead: float) -> None:
-        self.times, self.estimates = RoundTimes(c), Estimates()
+        self._batches, self.estimates = BatchTimes(c), Estimates()
         self._patience, self._rate = patience, TokenRate(memory)
         self._ahead = ahead
         self._idle = 0  # rounds since one of such a draft
@@ -54,7 +54,7 @@ class KeptDrafts:
 
     def start(self, batch: int) -> None:
         """Begin a generation, keeping what is known."""
-        self.times.part()
+        self._part(batch)
         self.estimates.start(batch)
         self._rate.start(batch)
         self.begin([1.0] * batch)
@@ -99,6 +99,11 @@ class KeptDrafts:
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
-        self.times.part()
+        self._part(len(indices))
         self.estimates.select(indices)
         self._rate.select(indices)
+
+    def _part(self, batch: int) -> None:
+        """Go on with the times of so many requests."""
+        self.times = self._batches.of(batch)
+        self.times.part()

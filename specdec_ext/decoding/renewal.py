@@ -10,7 +10,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from .calibration import Calibration, RoundTimes, TokenRate
+from .calibration import BatchTimes, Calibration, TokenRate
 from .checks import integer, number_in, shown
 from .drafters import GoOn
 from .estimates import odds, probability
@@ -98,7 +98,8 @@ class RenewalRule:
     Attributes
     ----------
     times : RoundTimes
-        What rounds cost, by the length of their drafts; of drafters that estimate no chances.
+        What rounds of as many requests as there are cost, by the length of their drafts; of
+        drafters that estimate no chances.
     table : Calibration
         How often draft tokens of a confidence are accepted.
     kept_drafts : KeptDrafts
@@ -155,7 +156,7 @@ class RenewalRule:
         ahead = number_in("RenewalRule: ahead", ahead, 0.1, math.inf)
         if not callable(clock):
             raise TypeError(f"RenewalRule: clock must be a callable, got {shown(clock)}")
-        self.times, self.table = RoundTimes(c), Calibration()
+        self._batches, self.table = BatchTimes(c), Calibration()
         self.kept_drafts = KeptDrafts(c, 8 * self.probe, memory, ahead)
         self._keep, self._clock = 1 - 1 / memory, clock
         self._progress = Progress(ahead)
@@ -171,7 +172,7 @@ class RenewalRule:
 
     def start(self, batch: int) -> None:
         """Begin a generation, keeping what is known of the models."""
-        self.times.part()
+        self._part(batch)
         self.kept_drafts.start(batch)
         self._progress.start(batch)
         self._round = 0
@@ -436,11 +437,16 @@ class RenewalRule:
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
-        self.times.part()  # rounds of fewer requests take another time
+        self._part(len(indices))
         self.kept_drafts.select(indices)
         self._trials = [self._trials[b] for b in indices]
         self._rate.select(indices)
         self._progress.select(indices)
+
+    def _part(self, batch: int) -> None:
+        """Go on with the times of so many requests."""
+        self.times = self._batches.of(batch)
+        self.times.part()
 
 
 class _Trials:

@@ -83,8 +83,8 @@ class EagleDrafter:
     round (`FeatureDrafter`), and behind them its own estimates. What it made of its estimates is
     forgotten after the round: the first call of the next one reads the target's own states of the
     tokens that were accepted. Its law is passed on over its own vocabulary, by `Draft.token_ids`,
-    so the output follows the target's law under every lossless rule. (Rows of trees are passed on
-    over the target's vocabulary.)
+    so the output follows the target's law under every lossless rule. (Rows of trees whose nodes are
+    drawn, and rows that grammars mask, are passed on over the target's vocabulary.)
 
     **Trees** (``generate(..., tree=...)``) are those of `StaticTree`, with children of every kind,
     and of `GrownTree`, which is EAGLE-2's.
@@ -248,7 +248,9 @@ class EagleDrafter:
         if found is None:
             return draft_nothing(root)
         row, state, known = found
-        extend = self._growing(row, state)
+        # As in `TreeDrafter`: masks are over the target's tokens, and so are laws of drawn nodes.
+        spreads = isinstance(tree, StaticTree) or self._requests.mask_nodes is not None
+        extend = self._growing(row, state, self._over_the_target if spreads else lambda rows: rows)
         drawing = self._requests.of_trees()
         if isinstance(tree, StaticTree):
             parents = torch.tensor(tree.parents, device=root.device).expand(len(root), -1)
@@ -260,15 +262,19 @@ class EagleDrafter:
                 **drawing,
             )
         else:
-            draft, _ = draft_grown(tree, root, extend, drawing["filters"])
+            own = None if spreads else self._token_ids
+            draft, _ = draft_grown(tree, root, extend, drawing["filters"], token_ids=own)
         draft = draft._replace(masked=self._requests.mask_nodes is not None)
         if known is None:
             return draft
         return draft._replace(tokens=torch.where(known[:, None], draft.tokens, -1))
 
-    def _growing(self, row: Tensor, state: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def _growing(
+        self, row: Tensor, state: Tensor, passed_on: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """Return what runs nodes ``[B, m]`` with parents that were run before, from the root on.
 
+        It returns what ``passed_on`` makes of their rows ``[B, m, Vd]``, masked.
         The root, which is the text's last token, has been run: ``row`` ``[B, Vd]`` and ``state``
         ``[B, D]`` are what came of it.
         """
@@ -282,7 +288,7 @@ class EagleDrafter:
             nonlocal states, has_run
             if not has_run:
                 has_run = True
-                return masks.hide(self._over_the_target(row[:, None]), tokens, parents)
+                return masks.hide(passed_on(row[:, None]), tokens, parents)
             seen, depths = branches.add(parents)
             self._fed.features = states.gather(
                 1, parents[:, :, None].expand(-1, -1, states.shape[2])
@@ -291,7 +297,7 @@ class EagleDrafter:
             assert cached.features is not None
             states = torch.cat([states, cached.features], 1)
             self._drafted += tokens.shape[1]
-            return masks.hide(self._over_the_target(logits), tokens, parents)
+            return masks.hide(passed_on(logits), tokens, parents)
 
         return extend
 
