@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -357,6 +358,41 @@ def test_tokens_of_plain_decoding(reduced, lengths, company):
     assert torch.equal(found, plain) and statistics.drafted > 0
     if len(lengths) > 1:  # of a single text this untrained head may foresee nothing
         assert statistics.accepted > 0
+
+
+def test_grown_trees_are_those_over_the_targets_vocabulary(monkeypatch):
+    """They grow from rows of the head's own tokens, unless these are to be masked."""
+    drafted: list[list] = []
+
+    class Recorded(EagleDrafter):
+        masks = None
+
+        def start(self, requests):
+            super().start(replace(requests, mask_nodes=self.masks))
+
+        def propose_tree(self, positions):
+            draft = super().propose_tree(positions)
+            drafted[-1].append((draft.tokens.tolist(), draft.parents.tolist()))
+            return draft
+
+    class Spread(Recorded):
+        @staticmethod
+        def masks(rows, tokens, parents):
+            assert rows.shape[-1] == target.config.vocab_size
+            return rows
+
+    target, head = causal_head("llama", True)
+    ids, mask = prompts(RAGGED)
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "tree": GrownTree(8, 3, beam=2)}
+    for drafter in (Spread(head), Recorded(head)):
+        drafted.append([])
+        if type(drafter) is Recorded:
+            monkeypatch.setattr(Recorded, "_over_the_target", None)  # nothing is spread
+        specdec_ext.generate(target, drafter, ids, **options)
+    assert drafted[0] == drafted[1]
+    own = set(head.draft_token_ids.tolist())
+    tokens = {t for trees, _ in drafted[1] for tree in trees for t in tree[1:]}
+    assert len(tokens) > 3 and tokens <= own | {-1} and len(own) < target.config.vocab_size
 
 
 # ---- the head itself -----------------------------------------------------------------------------
