@@ -155,7 +155,6 @@ def test_what_single_requests_taught_is_not_believed_of_a_batch():
 
 def test_batches_of_about_a_size_share_what_rounds_take():
     batches = BatchTimes(c=0.4)
-    assert batches.of(0) is batches.of(1)
     alike = [[1], [2], [3], [4], [5], [6], [7], [8, 9], [10, 11], [14, 15], [28, 31], [32, 39]]
     for sizes in alike:
         assert len({id(batches.of(size)) for size in sizes}) == 1
@@ -176,6 +175,15 @@ def test_a_batch_size_begins_with_what_is_known_of_the_nearest():
         first.observe(n % 3, 1 + 0.1 * (n % 3))
     assert first.relative(2) == pytest.approx(1.2) and batches.of(16).relative(2) > 1.59
     assert batches.of(3).relative(2) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_rule_that_has_not_begun_knows_nothing_of_any_size():
+    """As far from 4 as 1 is, 2 begins with what is known."""
+    policy = RenewalRule(16, c=0.9, clock=lambda: 0.0)
+    assert policy.times.c == 0.9
+    run(policy, 4, 0.2, 90)
+    policy.select([0, 3])
+    assert policy.kept_drafts.times.relative(2) == pytest.approx(1.4, abs=0.01)
 
 
 def test_steps_of_requests_that_keep_pace_count_in_full():

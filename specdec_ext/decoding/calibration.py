@@ -187,8 +187,9 @@ class BatchTimes:
         self._times: dict[int, RoundTimes] = {}
 
     def of(self, batch: int) -> RoundTimes:
-        """Return the times of rounds of so many requests; of none, those of one."""
-        batch = max(batch, 1)
+        """Return the times of rounds of so many requests; of none, a first guess."""
+        if not batch:
+            return RoundTimes(self._c)
         shift = max(batch.bit_length() - 3, 0)
         size = batch >> shift << shift
         if size not in self._times:

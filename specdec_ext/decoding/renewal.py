@@ -47,7 +47,8 @@ class RenewalRule:
     own odds of acceptance over those of all requests, as if confidence and request were independent
     evidence. The token that is not drafted yet counts with the request's mean acceptance rate. rho
     is a moving sum of tokens over a moving sum of times. c, how much shorter a round without a
-    draft is, and what was measured of each length come from `RoundTimes`.
+    draft is, and what was measured of each length come from `RoundTimes`, one for each number of
+    requests (`BatchTimes`).
 
     **Drafters that estimate.** One that runs no model and tells the chances of its tokens
     (``Draft.chances``: a `SuffixDrafter`, say) always proposes what it has, and `keep` leaves out
