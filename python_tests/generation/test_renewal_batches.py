@@ -177,6 +177,19 @@ def test_a_batch_size_begins_with_what_is_known_of_the_nearest():
     assert batches.of(3).relative(2) == pytest.approx(1.0, abs=0.01)
 
 
+def test_a_new_batch_size_goes_on_believing_how_much_shorter_plain_rounds_are():
+    """A round that drafts takes 1.4 plain ones and a tenth of that for each token."""
+    batches = BatchTimes(c=0.4)
+    for n in range(200):
+        batches.of(4).observe(n % 5, 1.4 + 0.14 * (n % 5) if n % 5 else 1.0)
+    new = batches.of(3)
+    for n in (0, 0, 7):  # it has not seen this length before, and nothing to compare it with
+        new.part()
+        new.observe(n, 2.38 if n else 1.0)
+        assert new.setup == pytest.approx(1.4, rel=0.02)
+    assert new.relative(6) == pytest.approx(1.4 * 1.6, rel=0.05)
+
+
 def test_a_rule_that_has_not_begun_knows_nothing_of_any_size():
     """As far from 4 as 1 is, 2 begins with what is known."""
     policy = RenewalRule(16, c=0.9, clock=lambda: 0.0)

@@ -31,8 +31,8 @@ class RoundTimes:
     ----------
     c : float
         First guess of c. It stays among the estimates, with the weight `GUESS`.
-    estimates : int
-        How many estimates are kept.
+    setup : float
+        First guess of ``setup``, which counts like a single measurement.
 
     Attributes
     ----------
@@ -73,17 +73,17 @@ class RoundTimes:
     GUESS = 12
     NEIGHBOURS = 4  # rounds back that a round is compared with
     MOST = 10.0  # no draft pays from 1 on
+    ESTIMATES = 256  # of c that are kept
     KEPT = 24  # rounds that `relative` goes by, of each length
     HANDED = 4  # and of those, what `successor` begins with
 
-    def __init__(self, c: float = 0.1, estimates: int = 256) -> None:
-        self.c, self.setup = c, 1.0
+    def __init__(self, c: float = 0.1, setup: float = 1.0) -> None:
+        self.c, self.setup = c, setup
         self.evidence = self.silent = self.plain_silent = 0
         self.plain_seen = False
-        self._estimates = estimates
-        self._costs = _LastMedian((c, self.GUESS), estimates)
-        self._bounds = _LastMedian((self.MOST, 1), estimates)
-        self._setups = _LastMedian((1.0, 1), estimates // 4)
+        self._costs = _LastMedian((c, self.GUESS), self.ESTIMATES)
+        self._bounds = _LastMedian((self.MOST, 1), self.ESTIMATES)
+        self._setups = _LastMedian((setup, 1), self.ESTIMATES // 4)
         self._rounds: deque[tuple[int, float]] = deque(maxlen=self.NEIGHBOURS)
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=self.KEPT))
         self._relative: dict[int, float] = {0: 1.0}  # as far as asked for, see `relative`
@@ -147,9 +147,8 @@ class RoundTimes:
 
     def successor(self) -> RoundTimes:
         """Return times that begin as these are now, and learn others faster than these would."""
-        made = RoundTimes(self.c, self._estimates)
-        made.setup, made.plain_seen, made.evidence = self.setup, self.plain_seen, self.evidence
-        made._setups.add(self.setup, 1)
+        made = RoundTimes(self.c, self.setup)
+        made.plain_seen, made.evidence = self.plain_seen, self.evidence
         for n, seen in self._seen.items():
             made._seen[n].extend(list(seen)[-self.HANDED :])
         return made
@@ -158,11 +157,10 @@ class RoundTimes:
 class BatchTimes:
     """`RoundTimes` of each number of requests: more rows make a call's further tokens dearer.
 
-    A call on four requests of one token may take as long as one on a single request, while three
-    draft tokens make it a third longer, and cost the single request nothing. So what was learned of
-    few requests misleads about many. Numbers whose three leading binary digits agree (8 and 9, say,
-    or 28 to 31) share their times; one that comes up first begins with what is known of the nearest
-    one.
+    A call on four requests of one token may take as long as one on a single request, while two
+    draft tokens make it a quarter longer, and cost the single request nothing. So what was learned
+    of few requests misleads about many. Numbers whose three leading binary digits agree (8 and 9,
+    say, or 28 to 31) share their times; one that is new begins with what is known of the nearest.
 
     Parameters
     ----------
@@ -185,6 +183,12 @@ class BatchTimes:
     def __init__(self, c: float) -> None:
         self._c = c
         self._times: dict[int, RoundTimes] = {}
+
+    def begin(self, batch: int) -> RoundTimes:
+        """Return what `of` does, for rounds that are not compared with those before them."""
+        times = self.of(batch)
+        times.part()
+        return times
 
     def of(self, batch: int) -> RoundTimes:
         """Return the times of rounds of so many requests; of none, a first guess."""

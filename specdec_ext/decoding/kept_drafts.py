@@ -54,7 +54,7 @@ class KeptDrafts:
 
     def start(self, batch: int) -> None:
         """Begin a generation, keeping what is known."""
-        self._part(batch)
+        self.times = self._batches.begin(batch)
         self.estimates.start(batch)
         self._rate.start(batch)
         self.begin([1.0] * batch)
@@ -99,11 +99,6 @@ class KeptDrafts:
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
-        self._part(len(indices))
+        self.times = self._batches.begin(len(indices))
         self.estimates.select(indices)
         self._rate.select(indices)
-
-    def _part(self, batch: int) -> None:
-        """Go on with the times of so many requests."""
-        self.times = self._batches.of(batch)
-        self.times.part()

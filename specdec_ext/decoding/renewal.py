@@ -173,7 +173,7 @@ class RenewalRule:
 
     def start(self, batch: int) -> None:
         """Begin a generation, keeping what is known of the models."""
-        self._part(batch)
+        self.times = self._batches.begin(batch)
         self.kept_drafts.start(batch)
         self._progress.start(batch)
         self._round = 0
@@ -438,16 +438,11 @@ class RenewalRule:
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep only these requests."""
-        self._part(len(indices))
+        self.times = self._batches.begin(len(indices))
         self.kept_drafts.select(indices)
         self._trials = [self._trials[b] for b in indices]
         self._rate.select(indices)
         self._progress.select(indices)
-
-    def _part(self, batch: int) -> None:
-        """Go on with the times of so many requests."""
-        self.times = self._batches.of(batch)
-        self.times.part()
 
 
 class _Trials:
