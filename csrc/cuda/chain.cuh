@@ -8,7 +8,6 @@
 #include "law_pass.cuh"
 #include "race.cuh"
 #include "shared.cuh"
-#include "team.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -19,36 +18,13 @@ using namespace SPECDEC_CPU_ISA;
 // Nodes whose facts a block looks at side by side.
 constexpr int kNodesAtOnce = 32;
 
-// A node of the block rule. `summed`: the mass of its residual is asked for.
-struct NodeState {
-  double inflow;
-  double p;  // of the draft token after it
-  double mass;
-  float log_p;
-  bool sampled;
-  bool summed;
-};
-
-// Nodes of the block rule that are in shared memory while they are decided.
-constexpr int kStatesInShared = 32;
-
-// What a block knows of its request, in shared memory.
-struct ChainLedger {
-  Request request;
-  int32_t leaf;                // block rule: the node where the draft ends
-  int32_t sums;                // of this round
-  int32_t nodes[kSumsAtOnce];  // block rule: whose sums they are
-  DrawTask task;
-  NodeState states[kStatesInShared];  // block rule: of short drafts
-};
-
 // Rows of a request: target rows 0 .. gamma, then draft rows 0 .. gamma - 1 if there is a draft
 // law.
 struct Scratch {
   int64_t rows = 0;       // of a request
   int64_t tiles = 0;      // of the wider vocabulary: the stride of a row's tiles
   int64_t groups = 0;     // likewise
-  bool finished = false;  // finish_laws has found the laws, else decide does
+  bool finished = false;  // finish_laws has found the laws, else they are in the summaries
   bool races = false;
   TileSummary* summaries = nullptr;  // [B, rows, tiles]
   float* group_max = nullptr;        // [B, rows, groups], with filters
@@ -56,10 +32,10 @@ struct Scratch {
   double* extras = nullptr;          // [B, rows]; with races: their winners
   Runner* runners = nullptr;         // [B, rows, tiles], with races
   Request* requests = nullptr;       // [B], decided
-  NodeState* nodes = nullptr;        // [deciding blocks, gamma + 1], block rule with long drafts
   uint64_t* part_sums = nullptr;     // [B, tiles, kWarps]
+  int64_t sums = 0;                  // masses that a request may ask for
+  double* masses = nullptr;          // [B, sums, tiles], block rule
   uint32_t* counters = nullptr;      // [B, rows], all 0 after scan_laws
-  Teams teams;                       // of which no piece is taken after scan_laws
 };
 
 // ---- requests and rows ---
@@ -91,10 +67,10 @@ __device__ void open_for_rows(const VerifyParams& p, int64_t b, Request* shared)
   __syncthreads();
 }
 
-// open_request, for the whole block. Needs no earlier launch, unless there is a map: one of those
-// checks it, and is waited for here.
+// open_request, for the whole block. Needs no earlier launch, unless there is a map or lists: one
+// of those checks or sorts them, and is waited for here.
 __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared) {
-  if (p.map.ids.data != nullptr) wait_for_launch_before();
+  if (kLists || p.map.ids.data != nullptr) wait_for_launch_before();
   if (threadIdx.x < kWarp) {
     Request r = count_columns(p, b);
     if (!r.greedy) {
@@ -163,41 +139,6 @@ __device__ RowLaw combine_row(const VerifyParams& p, const Scratch& s, const Req
   const RowTask task = row_task(p, r, slot);
   return combine_tiles(task.row, task.filters, false, task.extra,
                        s.summaries + (r.b * s.rows + slot) * s.tiles, extra);
-}
-
-// The laws of a request's rows, unless finish_laws has found them; a warp a row.
-__device__ void find_laws(const VerifyParams& p, const Scratch& s, const Request& r) {
-  if (s.finished) return;
-  for (int64_t slot = threadIdx.x / kWarp; slot < s.rows; slot += kWarps) {
-    double extra = 0.0;
-    const RowLaw law = combine_row(p, s, r, slot, &extra);
-    if (threadIdx.x % kWarp != 0) continue;
-    s.laws[r.b * s.rows + slot] = law;
-    if (!s.races) s.extras[r.b * s.rows + slot] = extra;
-  }
-  __syncthreads();
-}
-
-__device__ LawRow target_law_row(const VerifyParams& p, const Scratch& s, const Request& r,
-                                 int64_t i) {
-  return {target_row(p, r.b, i), s.laws[r.b * s.rows + i]};
-}
-
-__device__ LawRow draft_law_row(const VerifyParams& p, const Scratch& s, const Request& r,
-                                int64_t i) {
-  if (!wants_draft_row(p, r, i)) return {};
-  return {draft_row(p, r.b, i), s.laws[r.b * s.rows + p.gamma + 1 + i]};
-}
-
-// Facts of nodes [base, base + kNodesAtOnce) of a request. Collective over the block.
-__device__ void look_at_nodes(const VerifyParams& p, const Scratch& s, const Request& r,
-                              int64_t base, NodeFacts* facts) {
-  const int64_t i = base + threadIdx.x;
-  if (threadIdx.x < kNodesAtOnce && i <= r.drafted) {
-    facts[threadIdx.x] = node_facts(p, r, i, target_law_row(p, s, r, i), draft_law_row(p, s, r, i),
-                                    s.extras[r.b * s.rows + i]);
-  }
-  __syncthreads();
 }
 
 }  // namespace

@@ -57,26 +57,25 @@ class TileWeights {
   }
 
   // The weights of a loaded tile. Calls then() when `raw` is not needed any more. kApart: each step
-  // for all entries before the next one, for more registers. kCut: laws may have a cutoff.
-  // `listed`: lists may have tokens of the tile.
-  template <Layout kLayout, bool kApart = false, bool kCut = true, typename Then>
+  // for all entries before the next one, for more registers.
+  template <Layout kLayout, bool kApart = false, typename Then>
   __device__ __forceinline__ void weigh(int64_t tile, const RawTiles& raw, float* w,
-                                        const Then& then, bool listed = true) const {
+                                        const Then& then) const {
     float q[kPerThread];
     widen_tile<kLayout, kElements>(task_->target, tile, raw.target, w);
     if (has_draft_) widen_tile<kLayout, kElements>(task_->draft, tile, raw.draft, q);
     then();
-    if (residual_ && listed) {
+    if (residual_) {
       exclude<kLayout>(task_->target, tile, task_->excluded, w);
       if (kTree) exclude_all<kLayout>(task_->target, tile, task_->tried, w);
     }
-    if (!kTree || !task_->target_law.linear) weigh_logits<kApart, kCut>(target_weight_, w);
+    if (!kTree || !task_->target_law.linear) weigh_logits<kApart>(target_weight_, w);
     if (!residual_) return;
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale_, w[j]);
     if (!has_draft_) return;
-    if (kTree && listed) exclude_all<kLayout>(task_->draft, tile, task_->no_draft, q);
-    if (!task_->draft_law.linear) weigh_logits<kApart, kCut>(draft_weight_, q);
+    if (kTree) exclude_all<kLayout>(task_->draft, tile, task_->no_draft, q);
+    if (!task_->draft_law.linear) weigh_logits<kApart>(draft_weight_, q);
     if constexpr (kApart) {
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) q[j] = multiply(draft_scale_, q[j]);
@@ -109,7 +108,7 @@ class TileWeights {
   }
 
  private:
-  template <bool kApart, bool kCut>
+  template <bool kApart>
   __device__ __forceinline__ static void weigh_logits(const ExpWeight& weight, float* x) {
     if constexpr (kApart) {
       float log2_weights[kPerThread];
@@ -121,7 +120,7 @@ class TileWeights {
       for (int j = 0; j < kPerThread; ++j) log2_weights[j] = exp2_weight(log2_weights[j]);
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        x[j] = kCut && x[j] < weight.threshold ? 0.0f : log2_weights[j];
+        x[j] = x[j] < weight.threshold ? 0.0f : log2_weights[j];
       }
     } else {
 #pragma unroll
@@ -197,12 +196,48 @@ __device__ __forceinline__ float sum_of_weights(const float* w) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// residual_mass_tiles of two rows of logits. The first logits of plain rows are on their way while
-// the rest is prepared.
-template <Elements kElements, bool kTree, bool kCut>
-__device__ __forceinline__ void pair_mass_tiles(const DrawTask& task, int64_t first, int64_t last,
+// The residual [t p - d q]+ of two rows of logits without cutoffs, as outer * [w - ratio * v]+ with
+// the rows' weights w and v: nine instructions for two entries, where TileWeights takes 13.
+struct PairWeights {
+  FusedWeight target, draft;
+  float outer, ratio;
+
+  __device__ __forceinline__ explicit PairWeights(const DrawTask& task)
+      : target(task.target_law.max, log2_scale(task.target_law.scale)),
+        draft(task.draft_law.max, log2_scale(task.draft_law.scale)),
+        outer(quotient(task.coefficients.target, task.target_law.z) / target.surplus()),
+        ratio(quotient(task.coefficients.draft, task.draft_law.z) / draft.surplus() / outer) {}
+
+  // Whether there is no cutoff, and no factor that rounding spoils. False for a NaN.
+  __device__ __forceinline__ bool fit(const DrawTask& task) const {
+    constexpr float kMost = 0x1p100f;
+    return task.target_law.cutoff == -INFINITY && task.draft_law.cutoff == -INFINITY &&
+           target.is_near() && draft.is_near() && ratio <= kMost && outer <= kMost &&
+           outer >= 1.0f / kMost;
+  }
+
+  // Over a thread's entries, which are overwritten: each step for all of them before the next one.
+  __device__ __forceinline__ float sum(float* x, float* y) const {
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) x[j] = target(x[j]);
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) y[j] = draft(y[j]);
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) x[j] = fmaf(-ratio, y[j], x[j]);
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) sums[j % 4] += fmaxf(x[j], 0.0f);
+    return outer * ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+};
+
+// residual_mass_tiles of two rows of logits, if PairWeights fit. The next logits of plain rows are
+// on their way while the rest is prepared, or a tile is worked on. kTree: there may be lists of
+// tokens.
+template <Elements kElements, bool kTree>
+__device__ __forceinline__ bool pair_mass_tiles(const DrawTask& task, int64_t first, int64_t last,
                                                 double* out) {
-  using Weights = TileWeights<kElements, kTree>;
+  constexpr Layout kLayout = Layout::kStriped;
   constexpr bool kPlain = are_plain(kElements);
   constexpr bool kAhead = kPlain && bytes_of(element_of(kElements)) == 2;
   const PlainTiles<kPlain ? kElements : Elements::kFloat32> target(task.target), draft(task.draft);
@@ -212,42 +247,37 @@ __device__ __forceinline__ void pair_mass_tiles(const DrawTask& task, int64_t fi
       target.load(tile, &raw.target);
       draft.load(tile, &raw.draft);
     } else {
-      Weights::template load_rows<Layout::kStriped>(task, true, tile, &raw);
+      TileWeights<kElements, kTree>::template load_rows<kLayout>(task, true, tile, &raw);
     }
   };
-  if (kAhead && first < last) load(first);
-  const Weights weights(task, true);
-  const uint32_t listed = tiles_with_listed(task, first);
+  if (kAhead) load(first);
+  const PairWeights weights(task);
+  if (!weights.fit(task)) return false;
+  const uint32_t listed = kTree ? tiles_with_listed(task, first) : 0;
   sum_tiles_together(first, last, out, [&](int64_t tile) {
-    float w[kPerThread];
+    float x[kPerThread], y[kPerThread];
     if (!kAhead) load(tile);
-    const int32_t k = clamp_to(tile - first, 0, kListedTiles - 1);
-    weights.template weigh<Layout::kStriped, !kCut, kCut>(
-        tile, raw, w,
-        [&] {
-          if (kAhead && tile + 1 < last) load(tile + 1);
-        },
-        (listed >> k & 1) != 0);
-    return sum_of_weights(w);
+    widen_tile<kLayout, kElements>(task.target, tile, raw.target, x);
+    widen_tile<kLayout, kElements>(task.draft, tile, raw.draft, y);
+    if (kAhead && tile + 1 < last) load(tile + 1);
+    if (kTree && (listed >> clamp_to(tile - first, 0, kListedTiles - 1) & 1) != 0) {
+      exclude<kLayout>(task.target, tile, task.excluded, x);
+      exclude_all<kLayout>(task.target, tile, task.tried, x);
+      exclude_all<kLayout>(task.draft, tile, task.no_draft, y);
+    }
+    return weights.sum(x, y);
   });
+  return true;
 }
 
-__device__ __forceinline__ bool has_cutoff(const RowLaw& law) { return law.cutoff > -INFINITY; }
-
-// Writes out[t - first], the residual's mass in tile t of [first, last). Collective over the block.
-// A call, so that a kernel has this code once.
+// Writes out[t - first], the residual's mass in tile t of [first, last), which is not empty.
+// Collective over the block. A call, so that a kernel has this code once. A chain's residual
+// excludes no token here.
 template <Elements kElements, bool kTree = false>
 __device__ __attribute__((noinline)) void residual_mass_tiles(const DrawTask& task, int64_t first,
                                                               int64_t last, double* out) {
   if (task.draft.data != nullptr && !task.target_law.linear && !task.draft_law.linear) {
-    if constexpr (are_plain(kElements)) {
-      if (!has_cutoff(task.target_law) && !has_cutoff(task.draft_law)) {
-        pair_mass_tiles<kElements, kTree, false>(task, first, last, out);
-        return;
-      }
-    }
-    pair_mass_tiles<kElements, kTree, true>(task, first, last, out);
-    return;
+    if (pair_mass_tiles<kElements, kTree>(task, first, last, out)) return;
   }
   const TileWeights<kElements, kTree> weights(task, true);
   weights.sum_tiles_to(first, last, out, sum_of_weights);

@@ -106,20 +106,14 @@ __device__ __forceinline__ void scan_probabilities(const float* x, WarpSummary* 
   s->valid = __all_sync(kAllLanes, valid);
 }
 
-// The largest |scale * max| for one multiply-add an entry, 2^(scale * x - product): what the
-// product has lost by rounding, every weight has too much, and that factor shall be near 1.
-constexpr float kFusedLimit = 0x1p22f;
-
-__device__ __forceinline__ bool is_fused(float product) { return fabsf(product) <= kFusedLimit; }
-
 // Sum of weights against the warp's maximum, before exact_sum. A NaN or +inf makes it NaN.
 __device__ __forceinline__ float sum_weights(const ScanTask& task, const float* x, float max) {
-  const float product = multiply(max, task.scale);
+  const FusedWeight fused(max, task.scale);
   float sums[4];
-  if (is_fused(product)) {
+  if (fused.is_near()) {
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
-      const float weight = exp2_weight(fmaf(x[j], task.scale, -product));
+      const float weight = fused(x[j]);
       sums[j % 4] = j < 4 ? weight : sums[j % 4] + weight;
     }
   } else {
@@ -135,8 +129,8 @@ __device__ __forceinline__ float sum_weights(const ScanTask& task, const float* 
 
 // Takes away what all weights have too much. A quotient, so that one entry's weight comes out as 1.
 __device__ __forceinline__ float exact_sum(const ScanTask& task, float max, float sum) {
-  const float product = multiply(max, task.scale);
-  return is_fused(product) ? sum / exp2_weight(fmaf(max, task.scale, -product)) : sum;
+  const FusedWeight fused(max, task.scale);
+  return fused.is_near() ? sum / fused.surplus() : sum;
 }
 
 // Sums of weights and of weight * log2(weight).

@@ -364,6 +364,22 @@ struct ExpWeight {
   }
 };
 
+// The same weights by one multiply-add an entry, 2^(scale * x - product). What the product has lost
+// by rounding, every weight has too much: its surplus, a factor near 1 where the product is small.
+struct FusedWeight {
+  float reference;
+  float scale;
+  float product;
+
+  __device__ __forceinline__ FusedWeight(float reference_logit, float scale_of_log2)
+      : reference(reference_logit), scale(scale_of_log2), product(multiply(reference, scale)) {}
+  __device__ __forceinline__ bool is_near() const { return fabsf(product) <= 0x1p22f; }
+  __device__ __forceinline__ float surplus() const { return (*this)(reference); }
+  __device__ __forceinline__ float operator()(float x) const {
+    return exp2_weight(fmaf(x, scale, -product));
+  }
+};
+
 // floor(weight * unit). Of a law exact, because kLawUnit is a power of two; of a residual as exact
 // as the weight, which is rounded to float32, too.
 __device__ __forceinline__ uint64_t fixed_weight(float weight,

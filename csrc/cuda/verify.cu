@@ -4,8 +4,8 @@
 //   laws     a block takes some tiles of one target or draft row: maximum and sum of exponentials
 //   finish   (filters) a block a row: cutoffs; the rows' laws
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
-//   decide   teams of blocks that add up residual masses (decide.cuh, team.cuh); a block a request
-//            where none decides (decide_alone.cuh)
+//   decide   a block a request (decide_alone.cuh); some where masses of residuals decide
+//            (decide_block.cuh)
 //   draw     (but for the coupled rule) integer sums of the final law, tile by tile; a request's
 //            last block searches
 // so 3 for any rule without filters, and 4 with them. raw_logprobs adds 2, a reduced draft
@@ -19,12 +19,12 @@
 // tiles). Numerics: core/; float sums in fixed tiles combined in tile order, so that neither splits
 // nor the batch change a bit.
 #include "cutoff.cuh"
-#include "decide.cuh"
+#include "decide_alone.cuh"
+#include "decide_block.cuh"
 #include "kernels.h"
 #if SPECDEC_LISTS
 #include "token_lists.cuh"
 #else
-#include "decide_alone.cuh"
 #include "token_map.cuh"
 #endif
 
@@ -47,7 +47,6 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
   prefetch_tiles(row, share_of(num_tiles(row.vocab), unit.split, splits), threadIdx.x, kThreads, 1);
   open_for_rows(p, b, request.data());
   if (unit.split == 0 && threadIdx.x == 0) s.counters[unit.index] = 0;
-  if (unit.split == 0 && slot == 0) clear_team(s.teams, b);
   scan_share<kMasked, kElements>(row_task(p, request[0], slot), s, unit.index, unit.split, splits);
 }
 
@@ -180,22 +179,17 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- host ---
 
-// One a request, or teams where masses may be asked for.
-int64_t deciding_blocks(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
-  return s.teams.sums == 0 ? p.batch : team_blocks(gpu, s.teams, s.teams.sums);
-}
-
 // All scratch memory of a call, what the workspace has promised already included.
 Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace) {
   Scratch s;
   const bool filters = any_filters(p);
-  const bool block_rule = p.rule == Rule::kBlock;
   const bool has_draft = p.draft.data != nullptr && reads_draft_law(p.rule);
   s.rows = p.gamma + 1 + (has_draft ? p.gamma : 0);
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.groups = s.tiles * num_groups(kTile);
-  // Masses of residuals decide in the block rule alone, and there where drafts are sampled.
-  s.teams = {p.batch, has_draft && block_rule ? p.gamma + 1 : 0, s.tiles};
+  // Masses of residuals decide in the block rule alone, and there where drafts are sampled; of
+  // nodes 1 .. gamma - 1, as the first one always accepts and the last one is a leaf.
+  s.sums = has_draft && p.rule == Rule::kBlock ? p.gamma - 1 : 0;
   s.finished = filters;
   s.races = runs_races(p.rule);
   const int64_t rows = p.batch * s.rows;
@@ -205,12 +199,9 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto extras = workspace->reserve<double>(rows);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
   const auto requests = workspace->reserve<Request>(p.batch);
-  const bool long_drafts = block_rule && p.gamma >= kStatesInShared;
-  const int64_t states = long_drafts ? deciding_blocks(gpu, p, s) * (p.gamma + 1) : 0;
-  const auto nodes = workspace->reserve<NodeState>(states);
   const auto part_sums = workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles * kWarps);
+  const auto masses = workspace->reserve<double>(p.batch * s.sums * s.tiles);
   const auto counters = workspace->reserve<uint32_t>(rows);
-  const auto teams = reserve_teams(workspace, s.teams);
   workspace->allocate(gpu);
   s.summaries = workspace->at(summaries);
   s.group_max = filters ? workspace->at(group_max) : nullptr;
@@ -218,39 +209,47 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.extras = workspace->at(extras);
   s.runners = workspace->at(runners);
   s.requests = workspace->at(requests);
-  s.nodes = workspace->at(nodes);
   s.part_sums = workspace->at(part_sums);
+  s.masses = workspace->at(masses);
   s.counters = workspace->at(counters);
-  place_teams(*workspace, teams, &s.teams);
   return s;
 }
 
 constexpr Elements kOfMasked = kLists ? Elements::kListed : Elements::kAny;
 constexpr auto kScanMasked = scan_laws<true, kOfMasked>;
 const auto kScan = by_elements([](auto e) { return scan_laws<false, decltype(e)::value>; });
-const auto kDecide = by_elements([](auto e) { return decide<decltype(e)::value>; });
+const auto kDecideBlock = by_elements([](auto e) { return decide_block<decltype(e)::value>; });
 const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value>; });
-#if SPECDEC_LISTS
-const auto kDecideAlone = kDecide[Elements::kAny];  // never: a list is a draft's law
-const auto kDecideAloneByLaws = kDecideAlone;
-#else
-constexpr auto kDecideAlone = decide_alone<false>;
-constexpr auto kDecideAloneByLaws = decide_alone<true>;
-#endif
 
-// Launches kernel(p, s, splits) over units x splits blocks, a row's tiles shared out among as many
-// blocks as it takes to fill the chip.
+// Launches kernel(p, s, splits) over units x splits blocks, the tiles of a unit shared out among as
+// many blocks as it takes to fill the chip.
 void launch_split(const Gpu& gpu, const char* name,
                   void (*kernel)(const VerifyParams, const Scratch, int64_t), int64_t units,
-                  const VerifyParams& p, const Scratch& s, int64_t held = kBlocksAt64Registers) {
-  const int64_t splits = splits_for(gpu, units, s.tiles, held);
+                  int64_t tiles, const VerifyParams& p, const Scratch& s,
+                  int64_t held = kBlocksAt64Registers) {
+  const int64_t splits = splits_for(gpu, units, tiles, held);
   launch(gpu, name, kernel, units * splits, p, s, splits);
 }
 
 void launch_scan(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
   const bool masked = p.mask.words != nullptr;
   launch_split(gpu, "scan_laws", masked ? kScanMasked : kScan[elements_of_rows(p)],
-               p.batch * s.rows, p, s);
+               p.batch * s.rows, s.tiles, p, s);
+}
+
+void launch_decide(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
+  const bool laws = p.draft.data != nullptr && reads_draft_law(p.rule);
+  if (laws && p.rule == Rule::kBlock) {
+    return launch_split(gpu, "decide", kDecideBlock[elements_of_laws(p)], p.batch, s.sums * s.tiles,
+                        p, s, kBlocksAt128Registers);
+  }
+  auto kernel = decide_alone<Reads::kLaws>;
+#if !SPECDEC_LISTS
+  if (!laws) {
+    kernel = reads_draft_law(p.rule) ? decide_alone<Reads::kTokens> : decide_alone<Reads::kTarget>;
+  }
+#endif
+  launch(gpu, "decide", kernel, p.batch, p, s);
 }
 
 void run(const VerifyParams& given, const Gpu& gpu) {
@@ -261,7 +260,7 @@ void run(const VerifyParams& given, const Gpu& gpu) {
   const Scratch s = make_scratch(p, gpu, &workspace);
   launch_lists(gpu, workspace, lists, &p);
   launch_scan(gpu, without_lists(p), s);
-  launch_split(gpu, "scan_lists", scan_lists, p.batch * p.gamma, p, s);
+  launch_split(gpu, "scan_lists", scan_lists, p.batch * p.gamma, s.tiles, p, s);
 #else
   const MapReservation map = reserve_map(&workspace, p.map);
   const Scratch s = make_scratch(p, gpu, &workspace);
@@ -274,24 +273,23 @@ void run(const VerifyParams& given, const Gpu& gpu) {
     launch(gpu, "finish_laws", masked ? finish_laws<true> : finish_laws<false>, p.batch * s.rows, p,
            s);
   }
-  if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, p, s);
-  const bool alone = s.teams.sums == 0 && reads_draft_law(p.rule);
-  const auto by_itself = p.draft.data != nullptr ? kDecideAloneByLaws : kDecideAlone;
-  const auto deciding = alone ? by_itself : kDecide[elements_of_laws(p)];
-  launch(gpu, "decide", deciding, deciding_blocks(gpu, p, s), p, s);
+#if !SPECDEC_LISTS
+  if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, s.tiles, p, s);
+#endif
+  launch_decide(gpu, p, s);
   if (!s.races) {
-    launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, p, s,
+    launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, s.tiles, p, s,
                  kBlocksAt128Registers);
   }
   if (p.raw_logprobs) {
-    launch_split(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>, nodes, p, s);
+    launch_split(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>, nodes, s.tiles, p, s);
     launch(gpu, "write_raw_logprobs", write_raw_logprobs, (nodes + kWarps - 1) / kWarps, p, s);
   }
 }
 
 void load_all(const Loading& load) {
-  load(kScan, kScanMasked, finish_laws<false>, finish_laws<true>, race_rows, kDecide, kDecideAlone,
-       kDecideAloneByLaws, kDraw, scan_raw<false>, scan_raw<true>, write_raw_logprobs);
+  load(kScan, kScanMasked, finish_laws<false>, finish_laws<true>, decide_alone<Reads::kLaws>,
+       kDecideBlock, kDraw, scan_raw<false>, scan_raw<true>, write_raw_logprobs);
 }
 
 }  // namespace
@@ -309,12 +307,13 @@ void load_verify_lists(const Loading& load) {
 
 void verify(const VerifyParams& p, const Gpu& gpu) {
   if (p.batch == 0) return;
-  if (p.lists.ids.data != nullptr) return verify_lists(p, gpu);
+  if (p.lists.ids.data != nullptr && reads_draft_law(p.rule)) return verify_lists(p, gpu);
   run(p, gpu);
 }
 
 void load_verify(const Loading& load) {
   load_all(load);
+  load(race_rows, decide_alone<Reads::kTokens>, decide_alone<Reads::kTarget>);
   load_map(load);
   load_verify_lists(load);
 }

@@ -6,6 +6,7 @@ That they compute the right thing is tested by every file that runs the table's 
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -638,6 +639,15 @@ def test_tiles_in_token_order(threads, tail, dtype):
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
+def assert_near(got, expected, atol=1e-6):
+    """Compare outcomes: the same tokens, probabilities up to rounding."""
+    for name in ("tokens", "num_accepted", "status"):
+        assert torch.equal(getattr(got, name), getattr(expected, name))
+    for name in ("logprobs", "accept_probs"):
+        a, b = getattr(got, name), getattr(expected, name)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=atol, equal_nan=True)
+
+
 @threads_of_a_block
 @pytest.mark.parametrize("rule", ["block", "token", "lenient"])
 @pytest.mark.parametrize("gamma", [31, 32, 70])
@@ -657,12 +667,39 @@ def test_deterministic_drafts_longer_than_a_look(threads, rule, gamma):
     case = case.replace(draft_tokens=tokens, temperature=torch.ones(6))
     expected = case.run(torch.ops.specdec.verify)
     assert expected.num_accepted.tolist() == ends
-    result = VerifyResult(*fibres.operators(threads).verify(**case.inputs))
-    for name in ("tokens", "num_accepted", "status"):
-        assert torch.equal(getattr(result, name), getattr(expected, name))
-    for name in ("logprobs", "accept_probs"):
-        got, wanted = getattr(result, name), getattr(expected, name)
-        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-6, equal_nan=True)
+    assert_near(VerifyResult(*fibres.operators(threads).verify(**case.inputs)), expected)
+
+
+@threads_of_a_block
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gamma", [31, 32, 70])
+def test_sampled_drafts_longer_than_a_look(threads, dtype, gamma):
+    # The draft's laws are near the target's, so that masses are asked for all along the chain; and
+    # some tokens that the target hardly has, or a draft's law that is missing, end it.
+    options = dict(draft="logits", filters=False, masks=False, ragged=False, greedy_rows=False)
+    case = make_case(7, batch=8, gamma=gamma, vocab=1100, rule="block", **options)
+    generator = torch.Generator().manual_seed(gamma)
+    draft = case.inputs["draft_logits"].mul_(0.5)
+    noise = torch.randn(draft.shape, generator=generator)
+    target = case.inputs["target_logits"]
+    target[:, :gamma] = draft + 0.1 * noise
+    target[:, gamma] = noise[:, 0]
+    tokens = draft.argmax(2)
+    for b, end in enumerate([gamma - 1, 0, 30, 15, gamma // 2]):
+        target[b, end, tokens[b, end]] = -60.0
+    draft[5, gamma // 2] = math.nan
+    target[6, gamma - 1] = math.nan
+    given = dict(target_logits=target.to(dtype), draft_logits=draft.to(dtype), draft_tokens=tokens)
+    case = case.replace(temperature=None, draft_temperature=None, draft_kinds=None, **given)
+    expected = case.run(torch.ops.specdec.verify)
+    asked = (expected.accept_probs > 0) & (expected.accept_probs < 1)
+    assert asked.sum() > gamma and asked[:, 2 * gamma // 3 :].sum() > 4
+    assert expected.status.tolist()[:6] == [0] * 5 + [4]
+    for _ in range(6):
+        uniforms = torch.rand(8, gamma + 1, generator=generator, dtype=torch.float64)
+        case = case.replace(uniforms=uniforms)
+        result = VerifyResult(*fibres.operators(threads).verify(**case.inputs))
+        assert_near(result, case.run(torch.ops.specdec.verify), atol=1e-4)
 
 
 def test_races_do_not_depend_on_who_takes_which_tiles():

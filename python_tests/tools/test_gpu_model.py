@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,19 +29,19 @@ from gpu.model.prediction import Prediction, over_budget, total  # noqa: E402
 from gpu.model.semantics import Program  # noqa: E402
 from gpu.model.simulation import LaunchRun, Simulation  # noqa: E402
 
-LATENCIES = Latencies()
+LATENCIES = replace(Latencies(), fetch=0.0)  # which has a test of its own
 
 HEAD = ".version 9.0\n.target sm_90\n.address_size 64\n\n"
 
 
-def by_hand(body: str, registers: str = "") -> Program:
+def by_hand(body: str, registers: str = "", latencies: Latencies = LATENCIES) -> Program:
     """A kernel with one pointer, which %rd1 holds."""
     text = (
         f"{HEAD}.visible .entry kernel(\n\t.param .u64 kernel_param_0\n)\n.maxntid 64, 1, 1\n"
         "{\n\t.reg .pred %p<9>;\n\t.reg .b32 %r<9>;\n\t.reg .f32 %f<9>;\n\t.reg .b64 %rd<9>;\n"
         f"{registers}\tld.param.u64 %rd1, [kernel_param_0];\n{body}\n\tret;\n}}\n"
     )
-    return Program(ptx.Module(text).kernel("kernel"), LATENCIES)
+    return Program(ptx.Module(text).kernel("kernel"), latencies)
 
 
 def run(
@@ -177,6 +178,24 @@ def test_an_instruction_waits_for_what_it_reads():
     independent = "\n".join(f"\tadd.f32 %f{k % 8}, %f8, %f8;" for k in range(20))
     assert cycles(independent) < cycles(chain(20)) / 3
     assert cycles(chain(20, "add.s64 %rd2, %rd2, %rd2")) > cycles(chain(20))
+
+
+def test_code_is_waited_for_once_by_a_block():
+    def cycles_of(rounds: int, threads: int, fetch: float) -> float:
+        body = (
+            f"\tmov.u32 %r1, {rounds};\n$again:\n{chain(50)}\n\tsub.s32 %r1, %r1, 1;\n"
+            "\tsetp.gt.s32 %p1, %r1, 0;\n\t@%p1 bra $again;"
+        )
+        program = by_hand(body, latencies=replace(LATENCIES, fetch=fetch))
+        (block,) = run(program, np.zeros(1, np.uint64), threads=threads)[0].blocks
+        return block.cycles
+
+    extra = {
+        key: cycles_of(*key, 20.0) - cycles_of(*key, 0.0) for key in ((1, 32), (1, 64), (9, 32))
+    }
+    assert 50 * 14 < extra[1, 32] < 70 * 20  # the additions hide up to 5 cycles of each
+    assert extra[1, 64] == extra[1, 32]  # the other warp takes what the first one asked for
+    assert extra[9, 32] == pytest.approx(extra[1, 32], abs=10)  # a loop asks once
 
 
 def test_memory_takes_what_its_place_takes():

@@ -114,6 +114,9 @@ class Simulation:
         self.spent = np.zeros((warps, len(self.operations)), np.float32)  # since the last barrier
         self.paths: list[Counter[int]] = [Counter() for _ in blocks]
         self.opcodes: Counter[str] = Counter()
+        # When a block has an instruction, and when all of them have: never, before one asks for it.
+        self.code = np.full((len(self.operations), len(blocks)), np.inf, np.float32)
+        self.latest_code = np.full(len(self.operations), np.inf)
         self.places: list[int] = []  # a heap
         self.waiting: dict[int, list[Group]] = {}  # by place, those that can go on
         self.parked: list[tuple[float, int, int, Group]] = []  # a heap, by clock
@@ -292,7 +295,7 @@ class Simulation:
             if sources is None:
                 return np.zeros(len(clock))
             return self.ready[sources[:, 0]][:, chosen].max(0)
-        start = clock + operation.issue
+        start = self._fetch(place, operation, chosen, clock) + operation.issue
         if sources is not None:
             rows = self.ready[sources[:, 0]] if isinstance(chosen, slice) else None
             arrived = rows if rows is not None else self.ready[sources, chosen]
@@ -301,6 +304,18 @@ class Simulation:
         self.clock[chosen] = start
         self.issued[chosen] += operation.issue
         return start
+
+    def _fetch(self, place: int, operation: Operation, chosen: Chosen, clock: Any) -> Any:
+        """Give the clocks when an instruction is there; the first warp of a block asks for it."""
+        if self.latest_code[place] <= clock.min():
+            return clock
+        times, blocks = self.code[place], self.state.block[chosen]
+        missing = np.isinf(times[blocks])
+        if missing.any():
+            after = clock[missing] + self.latencies.fetch * operation.issue
+            np.minimum.at(times, blocks[missing], after)
+            self.latest_code[place] = times.max()
+        return np.maximum(clock, times[blocks])
 
     def _finish(self, operation: Operation, chosen: Chosen, start: Any, latency: Any) -> None:
         for number in operation.targets:
