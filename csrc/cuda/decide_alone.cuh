@@ -3,10 +3,11 @@
 // deterministic.
 //
 // Grid: a block a request, chained to the scan or to the launch that finds cutoffs. Reads and
-// numerics: chain_nodes.cuh. Included by verify.cu alone.
+// numerics: chain_nodes.cuh, and draw_at_once.cuh where it draws as well. Included by verify.cu
+// alone.
 #pragma once
 
-#include "chain_nodes.cuh"
+#include "draw_at_once.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -81,6 +82,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     if (d.goes_on) __syncthreads();  // the nodes are overwritten
   }
   if (kReads == Reads::kTokens && p.rule == Rule::kBlock) end_flow(p, r, d);
+  if constexpr (kReads != Reads::kLaws) {
+    __syncthreads();  // the clerk has decided
+    if (s.at_once && needs_draw(r.draw)) {
+      draw_at_once(s, &r);
+      __syncthreads();
+    }
+  }
   if (threadIdx.x >= kThreads - kWarp) close_request(p, s, r);
 }
 

@@ -83,19 +83,20 @@ struct DrawnPart {
   uint64_t threshold;
 };
 
-// The part where the prefix sums of n parts pass the threshold; total 0 if there is nothing to
-// draw. The last part where there is none, which is so only where somebody changes the logits
-// meanwhile: no read may leave the row even then. Every warp for itself.
-__device__ __forceinline__ DrawnPart find_part(const uint64_t* sums, int64_t n, double u,
+// The part where the prefix sums of n parts, sum_of(k), pass the threshold; total 0 if there is
+// nothing to draw. The last part where there is none, which is so only where somebody changes the
+// logits meanwhile: no read may leave the row even then. kHeld: of a lane's parts, looked at side
+// by side. Every warp for itself.
+template <int kHeld, typename SumOf>
+__device__ __forceinline__ DrawnPart find_part(const SumOf& sum_of, int64_t n, double u,
                                                uint64_t* total) {
-  constexpr int kHeld = 10;
   const int each = static_cast<int>((n + kWarp - 1) / kWarp);
   const int first = static_cast<int>(threadIdx.x % kWarp) * each;
   const int count = clamp_to(n - first, 0, each);
-  uint64_t held[kHeld];  // of this lane's parts, loaded side by side
+  uint64_t held[kHeld];
   const auto hold = [&](int base) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) held[k] = base + k < count ? sums[first + base + k] : 0;
+    for (int k = 0; k < kHeld; ++k) held[k] = base + k < count ? sum_of(first + base + k) : 0;
   };
   uint64_t sum = 0;
   for (int base = 0; base < each; base += kHeld) {
@@ -192,7 +193,9 @@ __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* pa
     } else if (!is_last_block(counter, splits)) {
       return false;
     }
-    part = find_part(part_sums, tiles * kWarps, task.u, &total);
+    constexpr int kHeld = 10;
+    const auto sum_of = [&](int64_t k) { return part_sums[k]; };
+    part = find_part<kHeld>(sum_of, tiles * kWarps, task.u, &total);
     if (total > 0 || !residual) break;
     residual = false;  // empty, by rounding or because p = q: what is left is the target's own law
     share = {0, tiles};

@@ -6,11 +6,11 @@
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
 //   decide   a block a request (decide_alone.cuh); some where masses of residuals decide
 //            (decide_block.cuh)
-//   draw     (but for the coupled rule) integer sums of the final law, tile by tile; a request's
-//            last block searches
-// so 3 for any rule without filters, and 4 with them. raw_logprobs adds 2, a reduced draft
-// vocabulary 2 that come first (token_map.cuh), and lists of a draft's tokens 1 that comes first
-// and 1 after `laws` (token_lists.cuh).
+//   draw     (where a draft's law is read, or with filters) integer sums of the final law, tile by
+//            tile; a request's last block searches. Elsewhere `decide` draws (draw_at_once.cuh)
+// so 2 or 3 for any rule without filters, 3 for the coupled one, and 4 with filters. raw_logprobs
+// adds 2, a reduced draft vocabulary 2 that come first (token_map.cuh), and lists of a draft's
+// tokens 1 that comes first and 1 after `laws` (token_lists.cuh).
 //
 // Reads 2 or 4 bytes per entry of each target and draft row; again both rows of the residuals of
 // undecided nodes, and of the final residual; or each target row again for a race; and what masks
@@ -192,6 +192,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.sums = has_draft && p.rule == Rule::kBlock ? p.gamma - 1 : 0;
   s.finished = filters;
   s.races = runs_races(p.rule);
+  s.at_once = !filters && !has_draft && !s.races;
   const int64_t rows = p.batch * s.rows;
   const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
@@ -199,7 +200,8 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto extras = workspace->reserve<double>(rows);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
   const auto requests = workspace->reserve<Request>(p.batch);
-  const auto part_sums = workspace->reserve<uint64_t>(s.races ? 0 : p.batch * s.tiles * kWarps);
+  const bool draws = !s.races && !s.at_once;
+  const auto part_sums = workspace->reserve<uint64_t>(draws ? p.batch * s.tiles * kWarps : 0);
   const auto masses = workspace->reserve<double>(p.batch * s.sums * s.tiles);
   const auto counters = workspace->reserve<uint32_t>(rows);
   workspace->allocate(gpu);
@@ -277,7 +279,7 @@ void run(const VerifyParams& given, const Gpu& gpu) {
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, s.tiles, p, s);
 #endif
   launch_decide(gpu, p, s);
-  if (!s.races) {
+  if (!s.races && !s.at_once) {
     launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, s.tiles, p, s,
                  kBlocksAt128Registers);
   }

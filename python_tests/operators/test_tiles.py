@@ -137,3 +137,40 @@ def test_residual_draws_sweep_a_long_row_in_order(operator, dtype, draft_dtype):
     assert bool((residual[tokens] > 0).all()) and set((tokens // 4096).tolist()) == {0, 1, 2}
     assert bool((prefix[tokens] > u - 1e-5).all())
     assert bool((prefix[tokens - 1].where(tokens > 0, 0.0) <= u + 1e-5).all())
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "typical"])
+@pytest.mark.parametrize("lead", [-2.0, 3.0, 18.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_draws_without_a_draft_law_sweep_a_long_row_in_order(operator, dtype, lead, rule):
+    # The deterministic draft token is rejected, and has little of its tile or nearly all of it: the
+    # law is the target's without it. (Under `typical` it is the target's own.) A third of the row
+    # is hidden by its logits. Rows begin anywhere.
+    generator = torch.Generator().manual_seed(5)
+    vocab, rejected = 9001, 4500
+    table = torch.randn(vocab + 3, generator=generator).to(dtype)
+    target = table[3:]
+    target[::3] = -torch.inf
+    target[rejected] = lead
+    u = torch.linspace(0, 1 - 2.0**-53, 501, dtype=torch.float64)
+    n = len(u)
+    outcome = operator.verify(
+        target.expand(n, 2, vocab),
+        torch.full((n, 1), rejected),
+        uniforms=torch.stack([torch.full_like(u, 1 - 2.0**-53), u], 1),
+        rule=rule,
+        temperature=torch.full((n,), 0.9),
+        epsilon=1.0,
+        delta=1e30,
+    )
+    tokens = outcome.tokens[:, 0]
+    law = (target.double() / float(torch.tensor(0.9))).softmax(0)
+    if rule != "typical":
+        law[rejected] = 0.0
+    prefix = (law / law.sum()).cumsum(0)
+    assert outcome.num_accepted.tolist() == [0] * n and bool((tokens.diff() >= 0).all())
+    assert bool((law[tokens] > 0).all())
+    if lead < 18 or rule != "typical":
+        assert set((tokens // 4096).tolist()) == {0, 1, 2}
+    assert bool((prefix[tokens] > u - 1e-5).all())
+    assert bool((prefix[tokens - 1].where(tokens > 0, 0.0) <= u + 1e-5).all())

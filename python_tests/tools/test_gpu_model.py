@@ -590,7 +590,7 @@ def test_blocks_of_the_kernels_leave_what_the_stand_in_leaves():
         operator = getattr(stand_in.operators, call.operator)
         recorder = launches.Recorder(stand_in, sources, H200, 2)
         found = recorder.record(lambda o=operator, c=call: o(**c.arguments), call.addresses())
-        assert len(found) >= 3
+        assert len(found) == (3 if "dense" in case.name else 2)
         for launch in found:
             prediction = Prediction(launch, H200)
             assert prediction.agrees, (case.name, launch.name, launch.comparisons)
@@ -702,11 +702,13 @@ def test_budgets_of_cycles():
         Prediction(launched("scan", [24_000], 1), H200),
     ]
     assert [line.split(":")[0] for line in over_budget(slow)] == [
-        *("cycles of decide", "cycles of the last block of draw", "waves x cycles of the call")
+        *("cycles of decide", "waves x cycles of the call", "cycles of the last block of draw")
     ]
-    assert over_budget([]) == [
-        *("cycles of decide: no such launch", "cycles of the last block of draw: no such launch")
-    ]
+    # Whoever decides and draws may take as long as two.
+    assert over_budget([Prediction(launched("decide", [11_000], 1), H200)]) == []
+    (alone,) = over_budget([Prediction(launched("decide", [11_001], 1), H200)])
+    assert "the budget is 11,000" in alone
+    assert over_budget([]) == ["cycles of decide: no such launch"]
 
 
 def test_the_command_says_which_cases_there_are(capsys):

@@ -114,15 +114,19 @@ def over_budget(predictions: Sequence[Prediction]) -> list[str]:
     def of(start: str) -> list[Prediction]:
         return [p for p in predictions if p.launch.name.startswith(start)]
 
+    deciding, drawing = of(DECIDES), of(DRAWS)
     costs = [
-        (f"cycles of {DECIDES}", [p.remaining for p in of(DECIDES)], DECIDE_CYCLES),
         (
-            f"cycles of the last block of {DRAWS}",
-            [p.remaining for p in of(DRAWS)],
-            LAST_DRAW_CYCLES,
+            f"cycles of {DECIDES}",
+            [p.remaining for p in deciding],
+            # Where nothing else draws, the launch that decides does.
+            DECIDE_CYCLES + (0 if drawing else LAST_DRAW_CYCLES),
         ),
         ("waves x cycles of the call", [sum(p.cycles for p in predictions)], CALL_CYCLES),
     ]
+    if drawing:
+        of_draw = [p.remaining for p in drawing]
+        costs.append((f"cycles of the last block of {DRAWS}", of_draw, LAST_DRAW_CYCLES))
     found = [f"{what}: no such launch" for what, values, _ in costs if not values]
     found += [
         f"{what}: {value:,.0f} predicted, the budget is {most:,}"
