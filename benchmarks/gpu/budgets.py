@@ -107,9 +107,9 @@ BUDGETS = {
     "finish_rows<0>": Budget(167, spills=241, registers=80),
     "race_rows": Budget(121, spills=2, registers=80),
     "race_nodes": Budget(87, registers=80),
-    "decide_alone<0>": Budget(108, spills=27, registers=64),  # Reads of chain_nodes.cuh; it draws
+    "decide_alone<0>": Budget(128, spills=6, registers=64),  # Reads of chain_nodes.cuh; it draws
     "decide_alone<1>": Budget(65, registers=64),
-    "decide_alone<2>": Budget(106, spills=22, registers=64),  # likewise
+    "decide_alone<2>": Budget(126, spills=28, registers=64),  # likewise
     "decide_block<1>": Budget(136, spills=26, stream=ROW_16, per_entry=7),
     "decide_block<2>": Budget(136, spills=26, stream=ROW_16, per_entry=7),
     "decide_block<0>": Budget(131, spills=26, stream=ROW_32, per_entry=6.5),

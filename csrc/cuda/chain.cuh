@@ -26,7 +26,7 @@ struct Scratch {
   int64_t groups = 0;     // likewise
   bool finished = false;  // finish_laws has found the laws, else they are in the summaries
   bool races = false;
-  bool at_once = false;  // decide_alone draws, too
+  bool draws = false;                // a launch of its own draws the last tokens
   TileSummary* summaries = nullptr;  // [B, rows, tiles]
   float* group_max = nullptr;        // [B, rows, groups], with filters
   RowLaw* laws = nullptr;            // [B, rows]

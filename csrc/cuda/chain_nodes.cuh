@@ -213,17 +213,21 @@ __device__ __forceinline__ void draw_at(const ChainNode& node, bool from_target,
   draw_from_residual(r, node.target, draft, {node.token, node.sampled}, node.sampled, inflow);
 }
 
-// The rest of a decision, by the clerk's warp alone: nobody waits for those who still report.
+// The rest of a decision, by the clerk's warp alone: nobody waits for those who still report. What
+// is left to draw goes to another launch.
+template <Reads kReads>
 __device__ __forceinline__ void close_request(const VerifyParams& p, const Scratch& s,
                                               const Request& r) {
-  constexpr int kWords = static_cast<int>(sizeof(Request) / sizeof(uint64_t));
-  static_assert(sizeof(Request) % sizeof(uint64_t) == 0, "words");
   const int lane = static_cast<int>(threadIdx.x % kWarp);
   __syncwarp();  // the clerk has written
-  const auto* from = reinterpret_cast<const uint64_t*>(&r);
-  auto* to = reinterpret_cast<uint64_t*>(&s.requests[r.b]);
+  if constexpr (kReads == Reads::kLaws) {
+    constexpr int kWords = static_cast<int>(sizeof(Request) / sizeof(uint64_t));
+    static_assert(sizeof(Request) % sizeof(uint64_t) == 0, "words");
+    const auto* from = reinterpret_cast<const uint64_t*>(&r);
+    auto* to = reinterpret_cast<uint64_t*>(&s.requests[r.b]);
 #pragma unroll
-  for (int i = lane; i < kWords; i += kWarp) to[i] = from[i];
+    for (int i = lane; i < kWords; i += kWarp) to[i] = from[i];
+  }
   write_accepted(p, r, lane, kWarp);
   if (lane != 0) return;
   DrawTask task = r.draw;

@@ -1,6 +1,6 @@
 // The decision where no residual's mass decides: a block a request, which waits for nobody. So it
 // is under the rules that stop at their first failure, and under the block rule where drafts are
-// deterministic.
+// deterministic. Where no law of a draft is read it draws the last token, too.
 //
 // Grid: a block a request, chained to the scan or to the launch that finds cutoffs. Reads and
 // numerics: chain_nodes.cuh, and draw_at_once.cuh where it draws as well. Included by verify.cu
@@ -84,12 +84,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   if (kReads == Reads::kTokens && p.rule == Rule::kBlock) end_flow(p, r, d);
   if constexpr (kReads != Reads::kLaws) {
     __syncthreads();  // the clerk has decided
-    if (s.at_once && needs_draw(r.draw)) {
-      draw_at_once(s, &r);
+    if (needs_draw(r.draw)) {
+      if (has_filter(r.target_filters)) {
+        draw_by_groups(s, &r);
+      } else {
+        draw_by_tiles(s, &r);
+      }
       __syncthreads();
     }
   }
-  if (threadIdx.x >= kThreads - kWarp) close_request(p, s, r);
+  if (threadIdx.x >= kThreads - kWarp) close_request<kReads>(p, s, r);
 }
 
 }  // namespace

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     if (!d.goes_on) break;
   }
   end_flow(p, r, d);
-  if (threadIdx.x >= kThreads - kWarp) close_request(p, s, r);
+  if (threadIdx.x >= kThreads - kWarp) close_request<Reads::kLaws>(p, s, r);
 }
 
 }  // namespace

@@ -1,15 +1,17 @@
 // The draw of a chain's last token by the block that has decided, where it comes from the target's
-// law without filters, or from what that law is without the token that was rejected.
+// law, or from what that law is without the token that was rejected: no row is read again.
 //
-// What the scan left of each tile says how probable the tile is, so that no row is read again: the
-// tile by those sums, then the entry by the weights of its tile. Reads 32 bytes a tile, and 2 or 4
-// bytes an entry of the drawn tile, and of the tile with the rejected token. Numerics: integers all
-// the way (core/fixed_point.h), 2^-40 of the row's largest weight for tiles, of the tile's for
-// entries; as the sums of tiles are those of float32, entries' probabilities are theirs up to some
-// 1e-7. Included by verify.cu alone.
+// Without a filter, what the scan left of each tile says how probable the tile is: a tile is drawn
+// by those sums, then an entry by the weights of its tile. Reads 32 bytes a tile, and 2 or 4 bytes
+// an entry of the drawn tile, and of the tile with the rejected token. With a filter, the maxima of
+// groups say where kept entries are, and those groups are read: 4 bytes a group, and as a rule one
+// group for each kept entry. Numerics: integers all the way (core/fixed_point.h), 2^-40 of the
+// row's largest weight, or within a tile of the tile's; as the sums of tiles are those of float32,
+// entries' probabilities are theirs up to some 1e-7. Included by verify.cu alone.
 #pragma once
 
 #include "chain_nodes.cuh"
+#include "cutoff.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -70,15 +72,22 @@ __device__ __forceinline__ uint64_t scaled(uint64_t threshold, uint64_t sum, uin
   return place < total ? place : total - 1;
 }
 
-// Sets the token of a request that needs a draw. Collective over the block; all threads see the
-// request, and the token when they meet again.
-__device__ __forceinline__ void draw_at_once(const Scratch& s, Request* r) {
+// The token that a draw leaves out, -1 if there is none.
+__device__ __forceinline__ int64_t excluded_of(const DrawTask& task) {
+  return task.residual && task.excluded < task.target.vocab ? task.excluded : -1;
+}
+
+// Both functions below set the token of a request that needs a draw. Collective over the block; all
+// threads see the request, and the token when they meet again.
+
+// Of a row without a filter.
+__device__ __forceinline__ void draw_by_tiles(const Scratch& s, Request* r) {
   constexpr int kTilesHeld = 2;
   DrawTask& task = r->draw;
   const Row& row = task.target;
   const TileSummary* tiles = s.summaries + (r->b * s.rows + r->accepted) * s.tiles;
   const int64_t n = num_tiles(row.vocab);
-  int64_t excluded = task.residual && task.excluded < row.vocab ? task.excluded : -1;
+  int64_t excluded = excluded_of(task);
   TileMasses masses{tiles, task.target_law, -1, 0.0};
   DrawnPart place{excluded < 0 ? -1 : excluded / kTile, 0};
   for (bool finds = excluded < 0;; finds = true) {
@@ -108,6 +117,126 @@ __device__ __forceinline__ void draw_at_once(const Scratch& s, Request* r) {
     }
     task.token = token;
     return;
+  }
+}
+
+// A lane's entries of one of two groups that a warp reads side by side, weighed; a group that is
+// not there has none.
+__device__ __forceinline__ void weigh_vector(const Row& row, const ExpWeight& weight, bool is_there,
+                                             int64_t first, int64_t excluded, uint64_t* weights) {
+  float x[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) x[j] = -INFINITY;
+  if (is_there) {
+    RawVector raw;
+    load_vector_at(row, first, &raw);
+    widen_vector(row.element, raw, x);
+    if (row.allowed != nullptr) hide_in_vector(row, first, x);
+  }
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    weights[j] = first + j == excluded ? 0 : fixed_weight(weight(x[j]));
+  }
+}
+
+// Groups whose maxima a warp looks at together, a bit each.
+struct GroupBits {
+  static constexpr int kWords = 4;
+  static constexpr int kGroups = kWords * kWarp;
+  unsigned words[kWords];
+
+  // Those of groups [first, first + kGroups), before `last`, that keep an entry.
+  __device__ __forceinline__ GroupBits(const float* group_max, int64_t first, int64_t last,
+                                       float cutoff) {
+    float top[kWords];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const int64_t group = first + w * kWarp + threadIdx.x % kWarp;
+      top[w] = group < last ? group_max[group] : -INFINITY;
+    }
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      words[w] = __ballot_sync(kAllLanes, top[w] >= cutoff && top[w] > -INFINITY);
+    }
+  }
+
+  // Takes the lowest one; -1 if there is none.
+  __device__ __forceinline__ int32_t take() {
+    int32_t found = -1;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if (found >= 0 || words[w] == 0) continue;
+      found = w * kWarp + lowest_lane(words[w]);
+      words[w] &= words[w] - 1;
+    }
+    return found;
+  }
+};
+
+// Of a row with a filter, whose law is found: a warp takes some groups that follow each other, all
+// of them to add them up, and once more to find the entry, if the draw falls there.
+__device__ __forceinline__ void draw_by_groups(const Scratch& s, Request* r) {
+  constexpr int kLanes = kGroup / kVector;  // that hold a group
+  static_assert(2 * kLanes == kWarp, "a warp reads two groups");
+  __shared__ uint64_t of_warp[kWarps];
+  DrawTask& task = r->draw;
+  const Row& row = task.target;
+  const float* group_max = s.group_max + (r->b * s.rows + r->accepted) * s.groups;
+  const ExpWeight weight(task.target_law);
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % kWarp);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarp;
+  const int64_t groups = num_groups(row.vocab);
+  const Share share = share_of(groups, warp, kWarps);
+  int64_t excluded = excluded_of(task);
+  uint64_t threshold = 0;
+  for (bool finds = false;;) {
+    uint64_t mine = 0, before = 0;  // of the lane; of the groups that a search has passed
+    for (int64_t base = share.first; base < share.last; base += GroupBits::kGroups) {
+      GroupBits kept(group_max, base, share.last, task.target_law.cutoff);
+      for (;;) {
+        const int32_t one = kept.take(), other = kept.take();
+        if (one < 0) break;
+        const int32_t group = lane < kLanes ? one : other;
+        const int64_t first = (base + group) * kGroup + lane % kLanes * kVector;
+        uint64_t weights[kVector], sum = 0;
+        weigh_vector(row, weight, group >= 0, first, excluded, weights);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) sum += weights[j];
+        mine += sum;
+        if (!finds) continue;
+        uint64_t total = 0;
+        uint64_t prefix = before + warp_exclusive_sum(sum, &total);
+        before += total;
+        if (threshold >= before) continue;
+        if (prefix > threshold || threshold - prefix >= sum) return;
+        int64_t token = first;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          prefix += weights[j];
+          token += prefix <= threshold;
+        }
+        task.token = token;
+        return;
+      }
+    }
+    if (finds) return;
+    const uint64_t sum = warp_sum(mine);
+    if (lane == 0) of_warp[warp] = sum;
+    __syncthreads();
+    uint64_t total = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      if (w == warp) before = total;
+      total += of_warp[w];
+    }
+    if (total == 0 && excluded >= 0) {
+      excluded = -1;  // nothing is left, by rounding: the target's own law
+      __syncthreads();
+      continue;
+    }
+    threshold = draw_threshold(task.u, total);
+    if (before > threshold || threshold - before >= sum) return;
+    threshold -= before;
+    finds = true;
   }
 }
 

@@ -6,9 +6,9 @@
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
 //   decide   a block a request (decide_alone.cuh); some where masses of residuals decide
 //            (decide_block.cuh)
-//   draw     (where a draft's law is read, or with filters) integer sums of the final law, tile by
-//            tile; a request's last block searches. Elsewhere `decide` draws (draw_at_once.cuh)
-// so 2 or 3 for any rule without filters, 3 for the coupled one, and 4 with filters. raw_logprobs
+//   draw     (where a draft's law is read) integer sums of the final law, tile by tile; a request's
+//            last block searches. Elsewhere `decide` draws (draw_at_once.cuh)
+// so 2 or 3 for any rule without filters, and 1 more with filters. raw_logprobs
 // adds 2, a reduced draft vocabulary 2 that come first (token_map.cuh), and lists of a draft's
 // tokens 1 that comes first and 1 after `laws` (token_lists.cuh).
 //
@@ -92,6 +92,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 // ---- races ---
 
+#if !SPECDEC_LISTS  // a rule that races reads no law of a draft
+
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     race_rows(const VerifyParams p, const Scratch s, int64_t splits) {
   begin_kernel();
@@ -114,6 +116,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
                              unit.split, splits, &winner);
   if (last && threadIdx.x == 0) s.extras[unit.index] = static_cast<double>(winner);
 }
+
+#endif
 
 // ---- the extra token ---
 
@@ -192,16 +196,15 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.sums = has_draft && p.rule == Rule::kBlock ? p.gamma - 1 : 0;
   s.finished = filters;
   s.races = runs_races(p.rule);
-  s.at_once = !filters && !has_draft && !s.races;
+  s.draws = has_draft;
   const int64_t rows = p.batch * s.rows;
   const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
   const auto laws = workspace->reserve<RowLaw>(rows);
   const auto extras = workspace->reserve<double>(rows);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
-  const auto requests = workspace->reserve<Request>(p.batch);
-  const bool draws = !s.races && !s.at_once;
-  const auto part_sums = workspace->reserve<uint64_t>(draws ? p.batch * s.tiles * kWarps : 0);
+  const auto requests = workspace->reserve<Request>(s.draws ? p.batch : 0);
+  const auto part_sums = workspace->reserve<uint64_t>(s.draws ? p.batch * s.tiles * kWarps : 0);
   const auto masses = workspace->reserve<double>(p.batch * s.sums * s.tiles);
   const auto counters = workspace->reserve<uint32_t>(rows);
   workspace->allocate(gpu);
@@ -279,7 +282,7 @@ void run(const VerifyParams& given, const Gpu& gpu) {
   if (s.races) launch_split(gpu, "race_rows", race_rows, p.batch * s.rows, s.tiles, p, s);
 #endif
   launch_decide(gpu, p, s);
-  if (!s.races && !s.at_once) {
+  if (s.draws) {
     launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, s.tiles, p, s,
                  kBlocksAt128Registers);
   }

@@ -411,13 +411,13 @@ def test_rules_launch_two_or_three_times(rule, gamma, vocab):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_with_filters_launch_four_times(rule):
-    # Filters are recognised by the arguments: their values are on the device.
+def test_filters_cost_one_launch(rule):
+    # They are recognised by the arguments: their values are on the device.
+    without = plain(rule)
     case = make_case(3, batch=4, gamma=5, vocab=97, rule=rule, filters=True)
     assert {"top_k", "top_p", "min_p"} <= set(case.inputs)
     asked = fibres.asked_by(32, lambda: fibres.operators(32).verify(**case.inputs))
-    knows_filters = rule not in ("greedy", "top_beta")
-    assert asked.launches == 2 + 2 * knows_filters + 2 * (rule == "top_beta")
+    assert asked.launches <= fibres.asked_by(32, without).launches + 1
 
 
 def launches(name, *args, **kwargs):

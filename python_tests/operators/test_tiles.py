@@ -139,13 +139,14 @@ def test_residual_draws_sweep_a_long_row_in_order(operator, dtype, draft_dtype):
     assert bool((prefix[tokens - 1].where(tokens > 0, 0.0) <= u + 1e-5).all())
 
 
+@pytest.mark.parametrize("top_k", [None, 7000, 40])
 @pytest.mark.parametrize("rule", ["block", "token", "typical"])
 @pytest.mark.parametrize("lead", [-2.0, 3.0, 18.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_draws_without_a_draft_law_sweep_a_long_row_in_order(operator, dtype, lead, rule):
+def test_draws_without_a_draft_law_sweep_a_long_row(operator, dtype, lead, rule, top_k):
     # The deterministic draft token is rejected, and has little of its tile or nearly all of it: the
     # law is the target's without it. (Under `typical` it is the target's own.) A third of the row
-    # is hidden by its logits. Rows begin anywhere.
+    # is hidden by its logits; a top-k keeps all others, or a few. Rows begin anywhere.
     generator = torch.Generator().manual_seed(5)
     vocab, rejected = 9001, 4500
     table = torch.randn(vocab + 3, generator=generator).to(dtype)
@@ -160,11 +161,15 @@ def test_draws_without_a_draft_law_sweep_a_long_row_in_order(operator, dtype, le
         uniforms=torch.stack([torch.full_like(u, 1 - 2.0**-53), u], 1),
         rule=rule,
         temperature=torch.full((n,), 0.9),
+        top_k=None if top_k is None else torch.full((n,), top_k),
         epsilon=1.0,
         delta=1e30,
     )
     tokens = outcome.tokens[:, 0]
-    law = (target.double() / float(torch.tensor(0.9))).softmax(0)
+    logits = target.double() / float(torch.tensor(0.9))
+    if top_k is not None:
+        logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+    law = logits.softmax(0)
     if rule != "typical":
         law[rejected] = 0.0
     prefix = (law / law.sum()).cumsum(0)
