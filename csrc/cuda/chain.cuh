@@ -131,17 +131,6 @@ __device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, i
                                  s.summaries + row * s.tiles + share.first, group_max);
 }
 
-// ---- laws of one request ---
-
-// The law of a row without finish_laws, and what its rule wants from it besides. Collective over a
-// full warp.
-__device__ RowLaw combine_row(const VerifyParams& p, const Scratch& s, const Request& r,
-                              int64_t slot, double* extra) {
-  const RowTask task = row_task(p, r, slot);
-  return combine_tiles(task.row, task.filters, false, task.extra,
-                       s.summaries + (r.b * s.rows + slot) * s.tiles, extra);
-}
-
 }  // namespace
 }  // namespace cuda
 }  // namespace specdec

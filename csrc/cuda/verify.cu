@@ -94,6 +94,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 #if !SPECDEC_LISTS  // a rule that races reads no law of a draft
 
+// The law of a row without finish_laws, and what its rule wants from it besides. Collective over a
+// full warp.
+__device__ RowLaw combine_row(const VerifyParams& p, const Scratch& s, const Request& r,
+                              int64_t slot, double* extra) {
+  const RowTask task = row_task(p, r, slot);
+  return combine_tiles(task.row, task.filters, false, task.extra,
+                       s.summaries + (r.b * s.rows + slot) * s.tiles, extra);
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     race_rows(const VerifyParams p, const Scratch s, int64_t splits) {
   begin_kernel();
