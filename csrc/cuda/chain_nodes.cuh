@@ -1,12 +1,12 @@
 // The nodes of a chain that a block decides: node i is the law after i draft tokens.
 //
 // Before the launch that found the laws has ended, threads read what the call was given: draft
-// token, its logits, coin. Then a warp finds a row's law, which gives the token's
-// probability. Nodes are taken 32 at once. Every warp goes down the chain by itself, because that
-// takes less time than to be told.
+// token, its logits, coin. Then a warp finds a row's law, which gives the token's probability.
+// Nodes are taken 32 at once. Every warp goes down the chain by itself, because that takes less
+// time than to be told.
 //
 // Reads 32 bytes a tile and row, or a row's law where cutoffs were found. Numerics: core/chain.h.
-// Included by the files that decide alone.
+// Included by verify.cu alone, through decide_alone.cuh and decide_block.cuh.
 #pragma once
 
 #include "chain.cuh"
