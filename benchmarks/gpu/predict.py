@@ -7,11 +7,11 @@
 The call runs in the host stand-in (csrc/testing), at its true shapes; some blocks of each launch
 run in a model of an sm_90 multiprocessor (``gpu/model``) on the same memory, and must leave there
 what the stand-in does. Cycles and blocks, machine instructions, and bytes read each give a time;
-the longest one is the prediction of the launch. Every figure is predicted, none is measured
-(``gpu/model`` says how far it was off where somebody did), with a cold L2. A block that begins before the launch before has ended
-(programmatic dependent launch; `head_start` says when) and waits for that end is predicted by the
-cycles from there on; the table has both figures. Needs nvcc and ptxas, and the package built in
-place.
+the longest one is the prediction of the launch. Every figure is predicted, with a cold L2, and none
+is measured: ``gpu/model`` says how far they were off where somebody did. A block that begins before
+the launch before has ended (programmatic dependent launch; `head_start` says when) and waits for
+that end is predicted by the cycles from there on; the table has both figures. Needs nvcc and ptxas,
+and the package built in place.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@
 ``prediction``
     Microseconds from cycles, blocks, machine instructions and bytes.
 
-Left out: queues of the memory system, misses of the constant caches, code that a multiprocessor has
-already, or no longer, spilled registers that come back behind loads under way, bank conflicts, and
-what blocks of one multiprocessor take from each other beyond issue slots and memory bandwidth. Calls
-of the one H200 that was lent took up to 1.2 times as long for one request as the model says, and
-1.5 to 1.9 times for 32: the records gpu-nvidia-h200-2026-11-26 and gpu-predicted-2026-11-28.
+Left out: queues of the memory system, misses of the constant caches, code that a multiprocessor
+has already, or no longer, spilled registers that come back behind loads under way, bank conflicts,
+and what blocks of one multiprocessor take from each other beyond issue slots and memory bandwidth.
+Calls of the one H200 that was lent took up to 1.2 times as long for one request as the model says,
+and 1.5 to 1.9 times for 32: the records gpu-nvidia-h200-2026-11-26 and gpu-predicted-2026-11-28.
 """
