@@ -29,11 +29,11 @@ struct Scratch {
   bool draws = false;                // a launch of its own draws the last tokens
   TileSummary* summaries = nullptr;  // [B, rows, tiles]
   float* group_max = nullptr;        // [B, rows, groups], with filters
-  RowLaw* laws = nullptr;            // [B, rows]
-  double* extras = nullptr;          // [B, rows]; with races: their winners
+  RowLaw* laws = nullptr;            // [B, rows], with filters
+  double* extras = nullptr;          // [B, rows], with filters; with races: their winners
   Runner* runners = nullptr;         // [B, rows, tiles], with races
-  Request* requests = nullptr;       // [B], decided
-  uint64_t* part_sums = nullptr;     // [B, tiles, kWarps]
+  Request* requests = nullptr;       // [B], decided, for the launch that draws
+  uint64_t* part_sums = nullptr;     // [B, tiles, kWarps], likewise
   int64_t sums = 0;                  // masses that a request may ask for
   double* masses = nullptr;          // [B, sums, tiles], block rule
   uint32_t* counters = nullptr;      // [B, rows], all 0 after scan_laws

@@ -8,9 +8,9 @@
 //            (decide_block.cuh)
 //   draw     (where a draft's law is read) integer sums of the final law, tile by tile; a request's
 //            last block searches. Elsewhere `decide` draws (draw_at_once.cuh)
-// so 2 or 3 for any rule without filters, and 1 more with filters. raw_logprobs
-// adds 2, a reduced draft vocabulary 2 that come first (token_map.cuh), and lists of a draft's
-// tokens 1 that comes first and 1 after `laws` (token_lists.cuh).
+// so 2 or 3 for any rule without filters, and 1 more with them. raw_logprobs adds 2, a reduced
+// draft vocabulary 2 that come first (token_map.cuh), and lists of a draft's tokens 1 that comes
+// first and 1 after `laws` (token_lists.cuh).
 //
 // Reads 2 or 4 bytes per entry of each target and draft row; again both rows of the residuals of
 // undecided nodes, and of the final residual; or each target row again for a race; and what masks
@@ -202,15 +202,15 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.groups = s.tiles * num_groups(kTile);
   // Masses of residuals decide in the block rule alone, and there where drafts are sampled; of
   // nodes 1 .. gamma - 1, as the first one always accepts and the last one is a leaf.
-  s.sums = has_draft && p.rule == Rule::kBlock ? p.gamma - 1 : 0;
+  s.sums = has_draft && p.rule == Rule::kBlock && p.gamma > 0 ? p.gamma - 1 : 0;
   s.finished = filters;
   s.races = runs_races(p.rule);
   s.draws = has_draft;
   const int64_t rows = p.batch * s.rows;
   const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
-  const auto laws = workspace->reserve<RowLaw>(rows);
-  const auto extras = workspace->reserve<double>(rows);
+  const auto laws = workspace->reserve<RowLaw>(filters ? rows : 0);
+  const auto extras = workspace->reserve<double>(filters || s.races ? rows : 0);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
   const auto requests = workspace->reserve<Request>(s.draws ? p.batch : 0);
   const auto part_sums = workspace->reserve<uint64_t>(s.draws ? p.batch * s.tiles * kWarps : 0);
