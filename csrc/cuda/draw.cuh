@@ -197,7 +197,7 @@ __device__ __forceinline__ float sum_of_weights(const float* w) {
 }
 
 // The residual [t p - d q]+ of two rows of logits without cutoffs, as outer * [w - ratio * v]+ with
-// the rows' weights w and v: nine instructions for two entries, where TileWeights takes 13.
+// the rows' weights w and v: nine instructions of arithmetic for two entries, TileWeights has 13.
 struct PairWeights {
   FusedWeight target, draft;
   float outer, ratio;
