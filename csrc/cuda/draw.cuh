@@ -231,9 +231,9 @@ struct PairWeights {
   }
 };
 
-// residual_mass_tiles of two rows of logits, if PairWeights fit. The next logits of plain rows are
-// on their way while the rest is prepared, or a tile is worked on. kTree: there may be lists of
-// tokens.
+// residual_mass_tiles of some tiles of two rows of logits, if PairWeights fit. The next logits of
+// plain rows are on their way while the rest is prepared, or a tile is worked on. kTree: there may
+// be lists of tokens.
 template <Elements kElements, bool kTree>
 __device__ __forceinline__ bool pair_mass_tiles(const DrawTask& task, int64_t first, int64_t last,
                                                 double* out) {
@@ -270,12 +270,12 @@ __device__ __forceinline__ bool pair_mass_tiles(const DrawTask& task, int64_t fi
   return true;
 }
 
-// Writes out[t - first], the residual's mass in tile t of [first, last), which is not empty.
-// Collective over the block. A call, so that a kernel has this code once. A chain's residual
-// excludes no token here.
+// Writes out[t - first], the residual's mass in tile t of [first, last). Collective over the block.
+// A call, so that a kernel has this code once. A chain's residual excludes no token here.
 template <Elements kElements, bool kTree = false>
 __device__ __attribute__((noinline)) void residual_mass_tiles(const DrawTask& task, int64_t first,
                                                               int64_t last, double* out) {
+  if (first >= last) return;
   if (task.draft.data != nullptr && !task.target_law.linear && !task.draft_law.linear) {
     if (pair_mass_tiles<kElements, kTree>(task, first, last, out)) return;
   }
