@@ -196,7 +196,7 @@ struct Descent {
   bool goes_on = true;   // behind these nodes
   double inflow = 1.0;   // block rule: of the next node
   int64_t accepted = 0;  // so far
-  int64_t leaf = 0;      // block rule: where the draft ends, if not behind these nodes
+  int64_t leaf = 0;      // block rule: where the draft ends or, if it goes on, the next node
 };
 
 // By one thread: the last token is drawn at this node.

@@ -3,9 +3,10 @@
 // Grid: a block takes a few consecutive tiles of one request. Reads the target's row (and, in a
 // residual, the draft's) once for integer sums, 2 or 4 bytes an entry, from L2 as a rule; then the
 // last block to arrive reads one tile again. Writes 8 bytes a tile. The masses of residuals, which
-// teams of blocks add up (team.cuh), take another read. Numerics: weights in fp32, by the same
-// instructions wherever they are computed; masses in fp32 within a warp, float64 from there on;
-// draws in uint64, exact and free of order.
+// decide_block.cuh and team.cuh share out, take another read. Numerics: weights in fp32, those of
+// draws by the same instructions wherever they are computed, those of masses by fewer
+// (PairWeights); masses in fp32 within a warp, float64 from there on; draws in uint64, exact and
+// free of order.
 #pragma once
 
 #include "../core/draw_task.h"

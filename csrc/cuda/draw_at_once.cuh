@@ -72,6 +72,18 @@ __device__ __forceinline__ uint64_t scaled(uint64_t threshold, uint64_t sum, uin
   return place < total ? place : total - 1;
 }
 
+// The first of a thread's entries whose inclusive prefix sum passes the threshold; there is one.
+template <int kEntries>
+__device__ __forceinline__ int64_t passing_entry(int64_t first, const uint64_t (&weights)[kEntries],
+                                                 uint64_t prefix, uint64_t threshold) {
+#pragma unroll
+  for (int j = 0; j < kEntries; ++j) {
+    prefix += weights[j];
+    first += prefix <= threshold;
+  }
+  return first;
+}
+
 // The token that a draw leaves out, -1 if there is none.
 __device__ __forceinline__ int64_t excluded_of(const DrawTask& task) {
   return task.residual && task.excluded < task.target.vocab ? task.excluded : -1;
@@ -108,14 +120,8 @@ __device__ __forceinline__ void draw_by_tiles(const Scratch& s, Request* r) {
     }
     const uint64_t threshold = scaled(place.threshold, masses(place.index), found.total);
     if (found.before > threshold || threshold - found.before >= found.sum) return;
-    int64_t token = place.index * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread;
-    uint64_t prefix = found.before;
-#pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      prefix += found.weights[j];
-      token += prefix <= threshold;
-    }
-    task.token = token;
+    const int64_t first = place.index * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread;
+    task.token = passing_entry(first, found.weights, found.before, threshold);
     return;
   }
 }
@@ -205,17 +211,11 @@ __device__ __forceinline__ void draw_by_groups(const Scratch& s, Request* r) {
         mine += sum;
         if (!finds) continue;
         uint64_t total = 0;
-        uint64_t prefix = before + warp_exclusive_sum(sum, &total);
+        const uint64_t prefix = before + warp_exclusive_sum(sum, &total);
         before += total;
         if (threshold >= before) continue;
         if (prefix > threshold || threshold - prefix >= sum) return;
-        int64_t token = first;
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          prefix += weights[j];
-          token += prefix <= threshold;
-        }
-        task.token = token;
+        task.token = passing_entry(first, weights, prefix, threshold);
         return;
       }
     }

@@ -1,4 +1,4 @@
-// Teams: the blocks of a launch that add up residual masses for one request together.
+// Teams: the blocks of a launch that add up residual masses for one request's tree together.
 //
 // All blocks of a team decide alike, each for itself: which masses are asked for next depends on
 // those before and on nothing else, so nobody has to be told. Masses are asked for in rounds of a
@@ -172,7 +172,7 @@ class Member {
 // first) takes in the masses that were asked for, if it is not the first time, and gives the number
 // of those that are asked for then, at most kSumsAtOnce. task(k) of these gives one, in shared
 // memory, and tiles(k) its tiles.
-template <Elements kElements, bool kTree, typename Walk>
+template <Elements kElements, typename Walk>
 __device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, int32_t members,
                                              Walk* walk) {
   __shared__ double masses[kSumsAtOnce];
@@ -190,8 +190,8 @@ __device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, int3
       block.look_ahead();
       const DrawTask& task = walk->task(turn.sum);
       const Share share = share_of(num_tiles(task.target.vocab), turn.piece, block.pieces());
-      residual_mass_tiles<kElements, kTree>(task, share.first, share.last,
-                                            block.masses(turn.sum) + share.first);
+      residual_mass_tiles<kElements, true>(task, share.first, share.last,
+                                           block.masses(turn.sum) + share.first);
       block.finish_piece();
     }
     block.add_up(sums, [&](int32_t k) { return walk->tiles(k); }, masses);

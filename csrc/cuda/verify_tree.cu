@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   __shared__ SharedArray<TreeLedger, 1> ledger;
   for_each_request(p.batch, [&](int64_t b, int32_t members) {
     TreeWalk walk(p, s, b, ledger.data());
-    work_in_team<kElements, true>(s.teams, b, members, &walk);
+    work_in_team<kElements>(s.teams, b, members, &walk);
   });
 }
 
