@@ -131,24 +131,31 @@ SPECDEC_HD int64_t draft_length(const VerifyParams& p, int64_t b, int32_t* statu
   return length;
 }
 
+template <typename Params>
+SPECDEC_HD Filters target_filters_of(const Params& p, int64_t b) {
+  if (!ignores_sampling(p.rule)) return filters_at(p.target_sampling, b, p.target.vocab);
+  Filters greedy;
+  greedy.temperature = 0.0;
+  return greedy;
+}
+
+template <typename Params>
+SPECDEC_HD Filters draft_filters_of(const Params& p, int64_t b) {
+  if (p.draft.data == nullptr || p.draft_is_probs) return Filters{};
+  return filters_at(p.draft_sampling, b, p.draft.vocab);
+}
+
 // A request before its columns are counted.
 template <typename Params>
 SPECDEC_HD Request begin_request(const Params& p, int64_t b) {
   Request r;
   r.b = b;
-  r.greedy = ignores_sampling(p.rule);
-  if (r.greedy) {
-    r.target_filters.temperature = 0.0;
-    return r;
-  }
-  r.target_filters = filters_at(p.target_sampling, b, p.target.vocab);
-  bool out_of_range = r.target_filters.out_of_range;
+  r.target_filters = target_filters_of(p, b);
   r.greedy = is_greedy(r.target_filters);
-  if (p.draft.data != nullptr && !p.draft_is_probs) {
-    r.draft_filters = filters_at(p.draft_sampling, b, p.draft.vocab);
-    out_of_range |= r.draft_filters.out_of_range;
-  }
-  out_of_range |= reads_draft_law(p.rule) && is_broken(p.map);
+  if (ignores_sampling(p.rule)) return r;
+  r.draft_filters = draft_filters_of(p, b);
+  const bool out_of_range = r.target_filters.out_of_range || r.draft_filters.out_of_range ||
+                            (reads_draft_law(p.rule) && is_broken(p.map));
   if (out_of_range) r.status |= kParameterOutOfRange;
   return r;
 }

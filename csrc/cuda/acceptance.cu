@@ -1,6 +1,6 @@
 // acceptance: sum_x min(p(x), q(x)) per row.
 //
-// Launches: scan_rows over the rows of both (law_pass.cuh); with filters a block a row for the
+// Launches: scan_rows over the rows of both (scan.cuh); with filters a block a row for the
 // cutoffs (cutoff.cuh); the overlap, a block for a few tiles of a pair of rows, the pair's last
 // block adding them up. Reads 2 or 4 bytes per vocabulary entry of both rows, twice (the second
 // time from L2 as a rule), and what a mask costs (tile.cuh); writes 4 bytes a row. A reduced draft
@@ -19,12 +19,12 @@ namespace {
 struct Rows {
   AcceptanceParams p;
 
-  __device__ FilteredRow operator()(int64_t r) const {
+  __device__ RowTask operator()(int64_t r) const {
     if (r < p.rows) {
-      return {target_row(p, r), filters_at(p.target_sampling, r, p.target.vocab)};
+      return {target_row(p, r), filters_at(p.target_sampling, r, p.target.vocab), {}};
     }
     r -= p.rows;
-    return {draft_row(p, r), filters_at(p.draft_sampling, r, p.draft.vocab)};
+    return {draft_row(p, r), filters_at(p.draft_sampling, r, p.draft.vocab), {}};
   }
 };
 
@@ -53,7 +53,7 @@ __device__ void load_pair(const Rows& rows, const LawScratch& s, int64_t r, Pair
   const int64_t warp = threadIdx.x / kWarp;
   for (int64_t side = warp; side < 2; side += kWarps) {
     const int64_t at = r + side * rows.p.rows;
-    const FilteredRow task = rows(at);
+    const RowTask task = rows(at);
     RowLaw law = law_of(task, s, at);
     law.valid = law.valid && !task.filters.out_of_range;
     if (threadIdx.x % kWarp == 0) (side == 0 ? shared->target : shared->draft) = {task.row, law};

@@ -1,6 +1,6 @@
 // beam_verify: levels of beam search by the target, as far as the rows of a tree decide them.
 //
-// Launches: a block a request to begin; scan_rows (law_pass.cuh) over the rows that a beam can
+// Launches: a block a request to begin; scan_rows (scan.cuh) over the rows that a beam can
 // reach; then one for each level, with a block for each live beam, which chooses its offers, and of
 // which the last one of a request decides the level. A request that is over costs two loads a
 // block. Reads 2 or 4 bytes per vocabulary entry, once, and of a live beam's row the groups of 128
@@ -81,9 +81,9 @@ __device__ __forceinline__ Filters scan_filters() {
 struct Rows {
   BeamVerifyParams p;
 
-  __device__ FilteredRow operator()(int64_t r) const {
+  __device__ RowTask operator()(int64_t r) const {
     const int64_t b = r / p.nodes, node = r % p.nodes;
-    return {is_reached(b, node) ? row_at(p.target, b, node) : Row{}, scan_filters()};
+    return {is_reached(b, node) ? row_at(p.target, b, node) : Row{}, scan_filters(), {}};
   }
   // Whether there may be a beam; where there is none the row is not read.
   __device__ bool is_reached(int64_t b, int64_t node) const {
@@ -333,9 +333,9 @@ void beam_verify(const BeamVerifyParams& p, const Gpu& gpu) {
   const LawScratch laws = laws_at(workspace, reserved, rows, tiles, true);
   const Search s{workspace.at(live_beams), workspace.at(has_law), workspace.at(live),
                  workspace.at(ends), workspace.at(counters)};
-  const int64_t splits = splits_for(gpu, rows, tiles);
   launch(gpu, "begin_search", begin_search, p.batch, p, s);
-  launch(gpu, "scan_rows", scan_rows<Rows, false>, rows * splits, Rows{p}, laws, false, splits);
+  launch(gpu, "scan_rows", scan_rows<Rows, false>, blocks_to_scan(gpu, rows * tiles, false),
+         Rows{p}, laws, false);
   for (int64_t level = 0; level < p.levels; ++level) {
     launch(gpu, "search_level", search_level, beams, p, laws, s, level);
   }

@@ -5,9 +5,8 @@
 #include "../core/chain.h"
 #include "block.cuh"
 #include "draw_parts.cuh"
-#include "law_pass.cuh"
 #include "race.cuh"
-#include "shared.cuh"
+#include "scan.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -58,16 +57,6 @@ __device__ Request count_columns(const VerifyParams& p, int64_t b) {
   return r;
 }
 
-// As much of a request as says which of its rows are asked for, and their filters; for the whole
-// block.
-__device__ void open_for_rows(const VerifyParams& p, int64_t b, Request* shared) {
-  if (threadIdx.x < kWarp) {
-    const Request r = count_columns(p, b);
-    if (threadIdx.x == 0) *shared = r;
-  }
-  __syncthreads();
-}
-
 // open_request, for the whole block. Needs no earlier launch, unless there is a map or lists: one
 // of those checks or sorts them, and is waited for here.
 __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared) {
@@ -87,12 +76,6 @@ __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared)
   __syncthreads();
 }
 
-struct RowTask {
-  Row row;  // data == nullptr: nobody asks for this row
-  Filters filters;
-  ExtraTask extra;
-};
-
 // The node whose target or draft row a slot is.
 __device__ int64_t node_of_slot(const VerifyParams& p, int64_t slot) {
   return slot <= p.gamma ? slot : slot - p.gamma - 1;
@@ -104,32 +87,45 @@ __device__ Row row_of_slot(const VerifyParams& p, int64_t b, int64_t slot) {
   return slot <= p.gamma ? target_row(p, b, i) : draft_row(p, b, i);
 }
 
-__device__ RowTask row_task(const VerifyParams& p, const Request& r, int64_t slot) {
+__device__ RowTask target_task(const VerifyParams& p, const Request& r, int64_t i) {
   RowTask task;
-  const int64_t i = node_of_slot(p, slot);
-  if (slot > p.gamma) {
-    if (wants_draft_row(p, r, i)) task.row = row_of_slot(p, r.b, slot);
-    task.filters = r.draft_filters;
-    return task;
-  }
-  if (i <= r.drafted) task.row = row_of_slot(p, r.b, slot);
   task.filters = r.target_filters;
-  if (task.row.data != nullptr) task.extra = extra_task(p, r, i, task.row);
+  if (i > r.drafted) return task;
+  task.row = target_row(p, r.b, i);
+  task.extra = extra_task(p, r, i, task.row);
   return task;
 }
 
-// Scans this block's share of a row, unless nobody asks for it.
-template <bool kMasked, Elements kElements = Elements::kAny>
-__device__ void scan_share(const RowTask& task, const Scratch& s, int64_t row, int64_t split,
-                           int64_t splits) {
-  if (task.row.data == nullptr) return;
-  const Share share = share_of(num_tiles(task.row.vocab), split, splits);
-  float* group_max = s.group_max != nullptr
-                         ? s.group_max + row * s.groups + share.first * num_groups(kTile)
-                         : nullptr;
-  scan_tiles<kMasked, kElements>(task.row, task.filters, false, task.extra, share.first, share.last,
-                                 s.summaries + row * s.tiles + share.first, group_max);
+// As much of a request as says whether a row of node i is asked for. By one thread: columns are
+// looked at side by side, and none after the node's.
+__device__ __forceinline__ Request request_up_to(const VerifyParams& p, int64_t b, int64_t i) {
+  Request r;
+  r.b = b;
+  r.drafted = draft_length(p, b, &r.status);
+  const int64_t last = i < r.drafted ? i : r.drafted - 1;
+#pragma unroll 2
+  for (int64_t k = last; k >= 0; --k) {
+    if (column_state(p, b, k) != ColumnState::kUsable) r.drafted = k;
+  }
+  r.target_filters = target_filters_of(p, b);
+  r.greedy = is_greedy(r.target_filters);
+  return r;
 }
+
+// All rows of a call, as scan.cuh wants them.
+struct ChainRows {
+  const VerifyParams& p;
+  int64_t rows;  // of a request
+
+  __device__ __forceinline__ RowTask operator()(int64_t k) const {
+    const auto [b, slot] = place_in(k, rows);
+    const int64_t i = node_of_slot(p, slot);
+    const Request r = request_up_to(p, b, i);
+    if (slot <= p.gamma) return target_task(p, r, i);
+    if (!wants_draft_row(p, r, i)) return RowTask{};
+    return {draft_row(p, b, i), draft_filters_of(p, b), {}};
+  }
+};
 
 }  // namespace
 }  // namespace cuda

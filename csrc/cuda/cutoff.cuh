@@ -485,7 +485,7 @@ __device__ __attribute__((noinline)) void narrow_row(CutoffMemory* memory, const
   sum_kept(source, law, entropy);
 }
 
-// The law of any row (kMasked: all have a mask, else none), from what scan_tiles left. Collective
+// The law of any row (kMasked: all have a mask, else none), from what scan.cuh left. Collective
 // over the block, result in every thread. group_max: null where no row has a filter. `extra_value`:
 // where the rank or entropy goes.
 template <bool kMasked>

@@ -1,12 +1,8 @@
-// Laws of rows: the pass over the vocabulary that begins every operator.
+// Laws of rows: what a warp finds in its part of a tile, and how tiles make the law of a row.
 //
-// Grid: a block takes a few consecutive tiles of one row (share_of); a warp a contiguous part of
-// each. Reads 2 or 4 bytes per entry (and what a mask costs, tile.cuh), once: maximum, sum of
-// exponentials and what a rule wants besides come out of registers. Writes 32 bytes a tile and, for
-// rows with a filter, 4 bytes a group of 128. No barrier but two for up to 32 tiles; a tile's loads
-// are issued before the tile before it is worked on. Numerics: fp32 exponentials against the warp's
-// own maximum, summed in fp32 within the warp and combined in float64 in the order of warps and
-// tiles; filters in cutoff.cuh.
+// scan.cuh goes over the vocabulary with it. Numerics: fp32 exponentials against the warp's own
+// maximum, summed in fp32 within the warp and combined in float64 in the order of warps and tiles;
+// filters in cutoff.cuh.
 #pragma once
 
 #include "tile.cuh"
@@ -31,8 +27,6 @@ struct WarpSummary {
   float sum;
   float extra;
 };
-
-constexpr int kUnrolled = 2;  // tiles of the loop over plain rows
 
 constexpr double kLn2 = 0.6931471805599453;
 
@@ -61,9 +55,10 @@ enum Look : uint32_t {
 
 struct ScanTask {
   uint32_t looks = 0;
-  float logit;
-  float scale;  // log2_scale
+  float logit = 0.0f;
+  float scale = 0.0f;  // log2_scale
 
+  ScanTask() = default;
   __device__ __forceinline__ ScanTask(const Row& row, const Filters& filters, bool want_argmax,
                                       const ExtraTask& extra)
       : logit(extra.logit), scale(log2_scale(1.0 / filters.temperature)) {
@@ -76,12 +71,6 @@ struct ScanTask {
   }
   __device__ __forceinline__ bool looks_for(Look look) const { return (looks & look) != 0; }
 };
-
-// Of kernels that scan, for __launch_bounds__: a mask takes registers. Without one there is no
-// trace of it in the kernel.
-constexpr int scan_blocks(bool masked) {
-  return masked ? kBlocksAt80Registers : kBlocksAt64Registers;
-}
 
 // Maxima of the groups of a warp's vector: 16 lanes hold a group.
 __device__ __forceinline__ void write_group_max(float max, int step, float* group_max) {
@@ -106,9 +95,10 @@ __device__ __forceinline__ void scan_probabilities(const float* x, WarpSummary* 
   s->valid = __all_sync(kAllLanes, valid);
 }
 
-// Sum of weights against the warp's maximum, before exact_sum. A NaN or +inf makes it NaN.
-__device__ __forceinline__ float sum_weights(const ScanTask& task, const float* x, float max) {
-  const FusedWeight fused(max, task.scale);
+// Sum of weights 2^(scale * (x - max)), max the warp's, before exact_sum. A NaN or +inf makes it
+// NaN.
+__device__ __forceinline__ float sum_weights(float scale, const float* x, float max) {
+  const FusedWeight fused(max, scale);
   float sums[4];
   if (fused.is_near()) {
 #pragma unroll
@@ -120,7 +110,7 @@ __device__ __forceinline__ float sum_weights(const ScanTask& task, const float* 
     const float reference = max > -INFINITY ? max : 0.0f;
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
-      const float weight = exp2_weight((x[j] - reference) * task.scale);
+      const float weight = exp2_weight((x[j] - reference) * scale);
       sums[j % 4] = j < 4 ? weight : sums[j % 4] + weight;
     }
   }
@@ -128,8 +118,8 @@ __device__ __forceinline__ float sum_weights(const ScanTask& task, const float* 
 }
 
 // Takes away what all weights have too much. A quotient, so that one entry's weight comes out as 1.
-__device__ __forceinline__ float exact_sum(const ScanTask& task, float max, float sum) {
-  const FusedWeight fused(max, task.scale);
+__device__ __forceinline__ float exact_sum(float scale, float max, float sum) {
+  const FusedWeight fused(max, scale);
   return fused.is_near() ? sum / fused.surplus() : sum;
 }
 
@@ -196,7 +186,7 @@ __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const flo
     if (task.looks_for(kEntropy)) {
       sum_entropy(task, x, &s);
     } else {
-      s.sum = sum_weights(task, x, s.max);
+      s.sum = sum_weights(task.scale, x, s.max);
     }
     s.valid = is_valid_sum(s.max, s.sum);
   } else {
@@ -208,7 +198,7 @@ __device__ __forceinline__ WarpSummary scan_warp(const ScanTask& task, const flo
 }
 
 // The summary of a tile of which each of kWarps neighbouring lanes holds a warp's part; in all of
-// them.
+// them. Collective over a full warp, whose lanes may hold parts of tiles of several rows.
 __device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
                                                      const WarpSummary& mine) {
   const auto add = [](double a, double b) { return a + b; };
@@ -223,14 +213,34 @@ __device__ __forceinline__ TileSummary combine_warps(const ScanTask& task,
   if (linear || mine.sum > 0.0f) {
     const float shift = linear ? 0.0f : (mine.max - s.max) * task.scale;
     const double weight = exp2_weight(shift);
-    const float exact = linear || entropy ? mine.sum : exact_sum(task, mine.max, mine.sum);
+    const float exact = linear || entropy ? mine.sum : exact_sum(task.scale, mine.max, mine.sum);
     sum = weight * exact;
     if (entropy) extra = weight * (mine.extra + static_cast<double>(shift) * exact);
   }
   s.sum = reduce_neighbours<kWarps>(sum, add);
-  s.extra = 0.0;
-  if (entropy || task.looks_for(kRank)) s.extra = reduce_neighbours<kWarps>(extra, add);
+  s.extra = reduce_neighbours<kWarps>(extra, add);
   return s;
+}
+
+// Tiles of which a block holds all warps' parts at once, a thread a part.
+constexpr int kWaiting = kThreads / kWarps;
+
+// A warp's part of a tile, and where the tile's summary goes.
+struct PartOfTile {
+  const ScanTask& scan;
+  WarpSummary part;
+  TileSummary* out;
+};
+
+// Combines part_of(k, warp) of `count` tiles, at most kWaiting but one at least. Collective over
+// the block, which does not meet.
+template <typename PartOf>
+__device__ __forceinline__ void write_summaries(int32_t count, const PartOf& part_of) {
+  const int32_t k = static_cast<int32_t>(threadIdx.x) / kWarps;
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) % kWarps;
+  const PartOfTile mine = part_of(k < count ? k : 0, warp);
+  const TileSummary s = combine_warps(mine.scan, mine.part);
+  if (k < count && warp == 0) *mine.out = s;
 }
 
 __device__ __forceinline__ void find_step_max(const float* x, float* step_max) {
@@ -239,139 +249,6 @@ __device__ __forceinline__ void find_step_max(const float* x, float* step_max) {
     step_max[s] = x[s * kVector];
 #pragma unroll
     for (int j = 1; j < kVector; ++j) step_max[s] = fmaxf(step_max[s], x[s * kVector + j]);
-  }
-}
-
-// Tiles whose warps' parts wait to be combined: kWarps lanes each.
-constexpr int kWaiting = kThreads / kWarps;
-
-// Combines part(k, warp) of `tiles` tiles, at most kWaiting, into out[k], once all warps have left
-// their parts. Collective over the block.
-template <typename Part>
-__device__ __forceinline__ void write_summaries(const ScanTask& task, int32_t tiles,
-                                                const Part& part, TileSummary* out) {
-  __syncthreads();
-  const int32_t k = static_cast<int32_t>(threadIdx.x) / kWarps;
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) % kWarps;
-  const TileSummary s = combine_warps(task, part(k < tiles ? k : 0, warp));
-  if (k < tiles && warp == 0) out[k] = s;
-  __syncthreads();
-}
-
-// What a warp leaves of a tile of which only the sum of weights is asked for.
-struct WarpSum {
-  float max;
-  float sum;  // before exact_sum
-};
-
-__device__ __forceinline__ WarpSummary summary_of(const WarpSum& s) {
-  return {s.max, 0, is_valid_sum(s.max, s.sum), s.sum, 0.0f};
-}
-
-// Scans `tiles` whole tiles from the beginning of an aligned span, for sums of weights alone.
-// 16-bit entries are loaded a tile ahead; 32-bit ones need as many registers as their values, and
-// have twice as many loads in flight anyway.
-template <Element kElement>
-__device__ __forceinline__ void sum_plain_tiles(const ScanTask& task, const Span& span,
-                                                int32_t tiles, TileSummary* out) {
-  __shared__ WarpSum of_warp[kWaiting][kWarps];
-  constexpr int kBytes = bytes_of(kElement);
-  Span at = span;  // from this thread's first vector on
-  at.data += vector_offset<Layout::kStriped>(0) * kBytes;
-  const auto load = [&](RawTile* raw) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      load_aligned<kBytes>(at, s * kWarp * kVector, &raw->step[s]);
-    }
-  };
-  RawTile raw;
-  load(&raw);
-  for (int32_t base = 0; base < tiles; base += kWaiting) {
-    const int32_t count = tiles - base < kWaiting ? tiles - base : kWaiting;
-#pragma unroll kUnrolled
-    for (int32_t k = 0; k < count; ++k) {
-      float x[kPerThread];
-      const float max = warp_max_by_key(max_of_vectors<kElement, kSteps>(raw.step));
-      widen_tile(kElement, raw, x);
-      at.data += kTile * kBytes;
-      if (base + k + 1 < tiles) load(&raw);
-      const float sum = sum_weights(task, x, max);
-      if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = {max, sum};
-    }
-    write_summaries(
-        task, count, [&](int32_t k, int32_t w) { return summary_of(of_warp[k][w]); }, out + base);
-  }
-}
-
-// Scans any tiles of a row, [first, first + tiles), whatever the task.
-template <Element kElement, bool kMasked>
-__device__ __forceinline__ void scan_any_tiles(const ScanTask& task, const Row& row, int64_t first,
-                                               int32_t tiles, TileSummary* out, float* group_max,
-                                               WarpSummary (*of_warp)[kWarps]) {
-  constexpr int kBytes = bytes_of(kElement);
-  Span span = span_from<kBytes>(row, first * kTile);
-  RawTile raw;
-  bool loaded = false;
-  for (int32_t k = 0; k < tiles; ++k) {
-    float x[kPerThread], step_max[kSteps];
-    if (!loaded) load_span<Layout::kStriped, kBytes>(kElement, span, &raw);
-    const uint32_t allowed = kMasked ? allowed_in_tile<Layout::kStriped>(row, first + k) : 0;
-    widen_tile(kElement, raw, x);
-    if (kMasked) hide_in_tile(allowed, task.looks_for(kLinear) ? 0.0f : -INFINITY, x);
-    find_step_max(x, step_max);
-    span = {span.data + kTile * kBytes, span.left - kTile, kVector, task.looks_for(kLinear)};
-    loaded = kBytes == 2 && !kMasked && k + 1 < tiles && is_plain_tile(span);
-    if (loaded) load_plain_tile<Layout::kStriped, kBytes>(span, &raw);
-    const WarpSummary s =
-        scan_warp(task, x, step_max, group_max != nullptr ? group_max + k * kTileGroups : nullptr);
-    const int32_t waiting = k % kWaiting;
-    if (threadIdx.x % kWarp == 0) of_warp[waiting][threadIdx.x / kWarp] = s;
-    if (waiting + 1 < kWaiting && k + 1 < tiles) continue;
-    write_summaries(
-        task, waiting + 1, [&](int32_t i, int32_t w) { return of_warp[i][w]; },
-        out + (k - waiting));
-  }
-}
-
-template <Element kElement, bool kMasked>
-__device__ __forceinline__ void scan_element(const ScanTask& task, const Row& row, int64_t first,
-                                             int32_t tiles, TileSummary* out, float* group_max,
-                                             WarpSummary (*of_warp)[kWarps]) {
-  int32_t plain = 0;
-  if (!kMasked && task.looks == kSum && group_max == nullptr) {
-    const Span span = span_from<bytes_of(kElement)>(row, first * kTile);
-    if (misalignment(span) == 0) plain = clamp_to(span.left / kTile, 0, tiles);
-    if (plain > 0) sum_plain_tiles<kElement>(task, span, plain, out);
-  }
-  scan_any_tiles<kElement, kMasked>(task, row, first + plain, tiles - plain, out + plain, group_max,
-                                    of_warp);
-}
-
-// Writes out[t - first] for the tiles [first, last) of a row (kMasked: all have a mask, else none)
-// in its own order and, if group_max is not null and the row has a filter,
-// group_max[(t - first) * kTileGroups + g]. Collective over the block. kElements: what all rows of
-// the launch hold.
-template <bool kMasked, Elements kElements = Elements::kAny>
-__device__ __forceinline__ void scan_tiles(const Row& row, const Filters& filters, bool want_argmax,
-                                           const ExtraTask& extra, int64_t first, int64_t last,
-                                           TileSummary* out, float* group_max) {
-  __shared__ WarpSummary of_warp[kWaiting][kWarps];
-  if (row.data == nullptr || first >= last) return;
-  const ScanTask task(row, filters, want_argmax, extra);
-  if (!wants_group_max(row, filters)) group_max = nullptr;
-  const int32_t tiles = static_cast<int32_t>(last - first);
-  const auto scan = [&](auto element) {
-    constexpr auto kElement = decltype(element)::value;
-    scan_element<kElement, kMasked>(task, row, first, tiles, out, group_max, of_warp);
-  };
-  if constexpr (are_plain(kElements)) {
-    scan(std::integral_constant<Element, element_of(kElements)>{});
-  } else if (row.element == Element::kFloat32) {
-    scan(std::integral_constant<Element, Element::kFloat32>{});
-  } else if (row.element == Element::kBFloat16) {
-    scan(std::integral_constant<Element, Element::kBFloat16>{});
-  } else {
-    scan(std::integral_constant<Element, Element::kFloat16>{});
   }
 }
 

@@ -1,6 +1,6 @@
 // row_law: the five scalars of every row.
 //
-// Launches: scan_rows (law_pass.cuh), then a block a row for the cutoffs (cutoff.cuh). Reads 2 or 4
+// Launches: scan_rows (scan.cuh), then a block a row for the cutoffs (cutoff.cuh). Reads 2 or 4
 // bytes per vocabulary entry, with filters some groups or the row again from L2, and what a mask
 // costs (tile.cuh); writes 32 bytes a row.
 #include "kernels.h"
@@ -13,8 +13,8 @@ namespace {
 struct Rows {
   RowLawParams p;
 
-  __device__ FilteredRow operator()(int64_t r) const {
-    return {logits_row(p, r), filters_at(p.sampling, r, p.logits.vocab)};
+  __device__ RowTask operator()(int64_t r) const {
+    return {logits_row(p, r), filters_at(p.sampling, r, p.logits.vocab), {}};
   }
 };
 
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   begin_kernel();
   const RowLawParams& p = rows.p;
   const int64_t r = blockIdx.x;
-  const FilteredRow task = rows(r);
+  const RowTask task = rows(r);
   double unused = 0.0;
   const RowLaw law = finish_law<kMasked>(task.row, task.filters, true, ExtraTask{},
                                          s.summaries + r * s.tiles, group_max_of(s, r), &unused);

@@ -1,20 +1,16 @@
 // The laws of all rows of an operator: what row_law, sample, acceptance and verify_tree share.
 //
-// Rows is a functor that travels to the device: FilteredRow rows(r) is row r of `count`, and
+// Rows is a functor that travels to the device: RowTask rows(r) is row r of `count`, and
 // rows.p.mask the mask that all of them have or lack.
 #pragma once
 
 #include "cutoff.cuh"
 #include "draw.cuh"
+#include "scan.cuh"
 
 namespace specdec {
 namespace cuda {
 namespace {
-
-struct FilteredRow {
-  Row row;
-  Filters filters;
-};
 
 // Scratch memory for `count` rows of up to `tiles` tiles.
 struct LawScratch {
@@ -58,32 +54,47 @@ __device__ __forceinline__ const float* group_max_of(const LawScratch& s, int64_
   return s.group_max != nullptr ? s.group_max + r * s.tiles * kTileGroups : nullptr;
 }
 
-// The law of row r by the last of its `splits` blocks, if scan_rows finds laws. Collective over the
-// block.
-__device__ __forceinline__ void combine_if_last(const FilteredRow& task, const LawScratch& s,
-                                                int64_t r, int64_t splits) {
-  if (!s.combines() || !is_last_block(s.counters + r, splits)) return;
-  if (threadIdx.x >= kWarp) return;
-  double unused = 0.0;
-  const RowLaw law =
-      combine_tiles(task.row, task.filters, false, ExtraTask{}, s.summaries + r * s.tiles, &unused);
-  if (threadIdx.x == 0) s.laws[r] = law;
+// The laws of those rows whose last tile is one of the planned ones, a warp a law. Collective over
+// the block, whose threads have met.
+__device__ __forceinline__ void find_complete_laws(const LawScratch& s, ScanMemory* memory) {
+  __shared__ unsigned complete;  // a bit for each tile that was a row's last one
+  if (threadIdx.x < kWarp) {
+    const int32_t k = static_cast<int32_t>(threadIdx.x);
+    bool is_last = false;
+    if (k < memory->count) {
+      const TilePlan& plan = memory->plans[memory->order[k].plan];
+      uint32_t* counter = s.counters + plan.row;
+      const int64_t tiles = num_tiles(plan.of_row.row.vocab);
+      is_last = add_in_order(counter, 1) == static_cast<uint32_t>(tiles - 1);
+      if (is_last) *counter = 0;
+    }
+    const unsigned found = __ballot_sync(kAllLanes, is_last);
+    if (k == 0) complete = found;
+  }
+  __syncthreads();
+  int turn = 0;
+  for (unsigned left = complete; left != 0; left &= left - 1, ++turn) {
+    if (turn % kWarps != static_cast<int>(threadIdx.x) / kWarp) continue;
+    const TilePlan& plan = memory->plans[memory->order[__ffs(static_cast<int>(left)) - 1].plan];
+    double unused = 0.0;
+    const RowLaw law = combine_tiles(plan.of_row.row, plan.of_row.filters, false, ExtraTask{},
+                                     s.summaries + plan.row * s.tiles, &unused);
+    if (threadIdx.x % kWarp == 0) s.laws[plan.row] = law;
+  }
+  __syncthreads();  // the plans have been read
 }
 
-// Grid: (row, split). Numerics and traffic: law_pass.cuh.
+// Numerics and traffic: scan.cuh.
 template <typename Rows, bool kMasked>
 __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
-    scan_rows(const Rows rows, const LawScratch s, bool want_argmax, int64_t splits) {
+    scan_rows(const Rows rows, const LawScratch s, bool want_argmax) {
   begin_kernel();
-  const auto [r, split] = this_unit(splits);
-  if (!s.combines() && split == 0 && threadIdx.x == 0) s.counters[r] = 0;
-  const FilteredRow task = rows(r);
-  const Share share = share_of(num_tiles(task.row.vocab), split, splits);
-  float* group_max =
-      s.group_max != nullptr ? s.group_max + (r * s.tiles + share.first) * kTileGroups : nullptr;
-  scan_tiles<kMasked>(task.row, task.filters, want_argmax, ExtraTask{}, share.first, share.last,
-                      s.summaries + r * s.tiles + share.first, group_max);
-  combine_if_last(task, s, r, splits);
+  if (!s.combines()) clear_counters(s.counters, s.count);
+  scan_all<kMasked, Elements::kAny>(
+      RowsToScan<Rows>{rows, s.count, s.tiles, s.summaries, s.group_max, want_argmax},
+      [&](ScanMemory* memory) {
+        if (s.combines()) find_complete_laws(s, memory);
+      });
 }
 
 // Grid: a block a row. Numerics and traffic: cutoff.cuh.
@@ -92,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     finish_rows(const Rows rows, const LawScratch s) {
   begin_kernel();
   const int64_t r = blockIdx.x;
-  const FilteredRow task = rows(r);
+  const RowTask task = rows(r);
   double unused = 0.0;
   const RowLaw law = finish_law<kMasked>(task.row, task.filters, false, ExtraTask{},
                                          s.summaries + r * s.tiles, group_max_of(s, r), &unused);
@@ -100,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 }
 
 // The law of row r after these launches. Collective over a full warp.
-__device__ __forceinline__ RowLaw law_of(const FilteredRow& task, const LawScratch& s, int64_t r) {
+__device__ __forceinline__ RowLaw law_of(const RowTask& task, const LawScratch& s, int64_t r) {
   if (s.laws != nullptr) return s.laws[r];
   double unused = 0.0;
   return combine_tiles(task.row, task.filters, false, ExtraTask{}, s.summaries + r * s.tiles,
@@ -109,9 +120,9 @@ __device__ __forceinline__ RowLaw law_of(const FilteredRow& task, const LawScrat
 
 template <typename Rows>
 void launch_scan(const Gpu& gpu, const Rows& rows, const LawScratch& s, bool want_argmax) {
-  const int64_t splits = splits_for(gpu, s.count, s.tiles);
-  const auto kernel = rows.p.mask.words != nullptr ? scan_rows<Rows, true> : scan_rows<Rows, false>;
-  launch(gpu, "scan_rows", kernel, s.count * splits, rows, s, want_argmax, splits);
+  const bool masked = rows.p.mask.words != nullptr;
+  launch(gpu, "scan_rows", masked ? scan_rows<Rows, true> : scan_rows<Rows, false>,
+         blocks_to_scan(gpu, s.count * s.tiles, masked), rows, s, want_argmax);
 }
 
 template <typename Rows>

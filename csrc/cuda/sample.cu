@@ -1,6 +1,6 @@
 // sample: one token per row from its law.
 //
-// Launches: scan_rows (law_pass.cuh); with filters a block a row for the cutoffs (cutoff.cuh); the
+// Launches: scan_rows (scan.cuh); with filters a block a row for the cutoffs (cutoff.cuh); the
 // draw, where the blocks of a row sum its tiles in integers and the last one searches (draw.cuh),
 // or the race (race.cuh). Reads 2 or 4 bytes per vocabulary entry, twice (the second time from L2
 // as a rule), and what a mask costs (tile.cuh); writes 12 bytes a row. A reduced vocabulary takes
@@ -19,8 +19,8 @@ namespace {
 struct Rows {
   SampleParams p;
 
-  __device__ FilteredRow operator()(int64_t b) const {
-    return {logits_row(p, b), filters_at(p.sampling, b, p.logits.vocab)};
+  __device__ RowTask operator()(int64_t b) const {
+    return {logits_row(p, b), filters_at(p.sampling, b, p.logits.vocab), {}};
   }
 };
 
@@ -38,7 +38,7 @@ __device__ double uniform_of(const SampleParams& p, int64_t b, bool* out_of_rang
                          p.draft_index, r.stream);
 }
 
-__device__ DrawTask draw_task(const SampleParams& p, int64_t b, const FilteredRow& task,
+__device__ DrawTask draw_task(const SampleParams& p, int64_t b, const RowTask& task,
                               const RowLaw& law) {
   DrawTask draw;
   bool out_of_range = task.filters.out_of_range;
@@ -53,7 +53,7 @@ __device__ DrawTask draw_task(const SampleParams& p, int64_t b, const FilteredRo
 // Row b's law and its draw, seen by the whole block.
 __device__ void open_draw(const Rows& rows, const LawScratch& s, int64_t b, DrawTask* shared) {
   if (threadIdx.x < kWarp) {
-    const FilteredRow task = rows(b);
+    const RowTask task = rows(b);
     const RowLaw law = law_of(task, s, b);
     if (threadIdx.x == 0) *shared = draw_task(rows.p, b, task, law);
   }

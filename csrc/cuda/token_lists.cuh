@@ -115,8 +115,11 @@ __device__ __forceinline__ void scan_list(const Row& row, int64_t first, int64_t
       }
       if (threadIdx.x % kWarp == 0) of_warp[k][threadIdx.x / kWarp] = s;
     }
-    write_summaries(
-        task, tiles, [&](int32_t k, int32_t w) { return of_warp[k][w]; }, out + (base - first));
+    __syncthreads();
+    write_summaries(tiles, [&](int32_t k, int32_t warp) -> PartOfTile {
+      return {task, of_warp[k][warp], out + (base - first) + k};
+    });
+    __syncthreads();
   }
 }
 

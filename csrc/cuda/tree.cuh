@@ -68,16 +68,16 @@ struct TreeRows {
   VerifyTreeParams p;
   TreeScratch s;
 
-  __device__ FilteredRow operator()(int64_t row) const {
+  __device__ RowTask operator()(int64_t row) const {
     const auto [b, slot] = place_in(row, s.rows);
     const Request& r = s.requests[b];
     if (slot >= p.nodes) {
       const int64_t v = slot - p.nodes;
       if (s.wants_draft[b * p.nodes + v] == 0) return {};
-      return {draft_row(p, b, v), r.draft_filters};
+      return {draft_row(p, b, v), r.draft_filters, {}};
     }
     if (!is_reachable(s.trees[b], slot)) return {};
-    return {target_row(p, b, slot), r.target_filters};
+    return {target_row(p, b, slot), r.target_filters, {}};
   }
 };
 
@@ -85,10 +85,10 @@ struct TreeRows {
 struct RawRows {
   VerifyTreeParams p;
 
-  __device__ FilteredRow operator()(int64_t row) const {
+  __device__ RowTask operator()(int64_t row) const {
     const auto [b, k] = place_in(row, p.nodes);
     if (k > p.num_accepted[b]) return {};
-    return {target_row(p, b, k == 0 ? 0 : p.path[row - 1]), Filters{}};
+    return {target_row(p, b, k == 0 ? 0 : p.path[row - 1]), {}, {}};
   }
 };
 
@@ -215,7 +215,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t v = threadIdx.x; v < p.nodes; v += kThreads) s.winners[b * p.nodes + v] = -1;
   }
   clear_team(s.teams, b);
-  for (int64_t i = threadIdx.x; i < s.rows; i += kThreads) s.laws.counters[b * s.rows + i] = 0;
+  for (int64_t i = b * s.rows + threadIdx.x; i < (b + 1) * s.rows; i += kThreads) {
+    s.laws.counters[i] = 0;
+    if (s.laws.combines()) s.laws.laws[i] = RowLaw{};  // of a row that nobody asks for
+  }
   if (threadIdx.x == 0) {
     s.trees[b] = tree;
     s.requests[b] = r;

@@ -1,7 +1,7 @@
 // Chain verification.
 //
 // Launches, each over all requests at once and all on the caller's stream:
-//   laws     a block takes some tiles of one target or draft row: maximum and sum of exponentials
+//   laws     maximum and sum of exponentials of all tiles of target and draft rows (scan.cuh)
 //   finish   (filters) a block a row: cutoffs; the rows' laws
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
 //   decide   a block a request (decide_alone.cuh); some where masses of residuals decide
@@ -36,18 +36,29 @@ using namespace SPECDEC_CPU_ISA;
 
 // ---- laws ---
 
+// Asks for the first tiles of this block, which follow from the shapes alone. By all warps but the
+// first, which plans them in the meantime.
+__device__ __forceinline__ void prefetch_first_tiles(const VerifyParams& p, const Scratch& s) {
+  constexpr int kOfTile = static_cast<int>(kTile) / 64;  // threads: a line of 16-bit entries each
+  if (threadIdx.x < kWarp) return;
+  const int thread = static_cast<int>(threadIdx.x) - kWarp;
+  const int64_t k = blockIdx.x + static_cast<int64_t>(thread / kOfTile) * gridDim.x;
+  if (k >= p.batch * s.rows * s.tiles) return;
+  const auto [unit, tile] = place_in(k, s.tiles);
+  const auto [b, slot] = place_in(unit, s.rows);
+  prefetch_tiles(row_of_slot(p, b, slot), {tile, tile + 1}, thread % kOfTile, kOfTile, 2);
+}
+
 template <bool kMasked, Elements kElements>
 __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
-    scan_laws(const VerifyParams p, const Scratch s, int64_t splits) {
+    scan_laws(const VerifyParams p, const Scratch s) {
   begin_kernel();
-  __shared__ SharedArray<Request, 1> request;
-  const Unit unit = this_unit(splits);
-  const auto [b, slot] = place_in(unit.index, s.rows);
-  const Row row = row_of_slot(p, b, slot);
-  prefetch_tiles(row, share_of(num_tiles(row.vocab), unit.split, splits), threadIdx.x, kThreads, 1);
-  open_for_rows(p, b, request.data());
-  if (unit.split == 0 && threadIdx.x == 0) s.counters[unit.index] = 0;
-  scan_share<kMasked, kElements>(row_task(p, request[0], slot), s, unit.index, unit.split, splits);
+  prefetch_first_tiles(p, s);
+  const int64_t count = p.batch * s.rows;
+  clear_counters(s.counters, count);
+  const ChainRows rows{p, s.rows};
+  scan_all<kMasked, kElements>(
+      RowsToScan<ChainRows>{rows, count, s.tiles, s.summaries, s.group_max, false});
 }
 
 #if SPECDEC_LISTS
@@ -55,12 +66,10 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     scan_lists(const VerifyParams p, const Scratch s, int64_t splits) {
   begin_kernel();
-  __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const auto [b, i] = place_in(unit.index, p.gamma);
-  open_for_rows(p, b, request.data());
   const int64_t slot = p.gamma + 1 + i;
-  const Row row = row_task(p, request[0], slot).row;
+  const Row row = ChainRows{p, s.rows}(b * s.rows + slot).row;
   if (row.data == nullptr) return;
   const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
   scan_list(row, share.first, share.last,
@@ -72,12 +81,9 @@ template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     finish_laws(const VerifyParams p, const Scratch s) {
   begin_kernel();
-  __shared__ SharedArray<Request, 1> request;
   __shared__ SharedArray<RowTask, 1> shared_task;  // registers are short
   const int64_t row = blockIdx.x;
-  const auto [b, slot] = place_in(row, s.rows);
-  open_for_rows(p, b, request.data());
-  if (threadIdx.x == 0) shared_task[0] = row_task(p, request[0], slot);
+  if (threadIdx.x == 0) shared_task[0] = ChainRows{p, s.rows}(row);
   __syncthreads();
   const RowTask& task = shared_task[0];
   const float* group_max = s.group_max != nullptr ? s.group_max + row * s.groups : nullptr;
@@ -94,11 +100,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 #if !SPECDEC_LISTS  // a rule that races reads no law of a draft
 
+// As much of a request as says which of its rows are asked for, and their filters; for the whole
+// block.
+__device__ void open_for_rows(const VerifyParams& p, int64_t b, Request* shared) {
+  if (threadIdx.x < kWarp) {
+    const Request r = count_columns(p, b);
+    if (threadIdx.x == 0) *shared = r;
+  }
+  __syncthreads();
+}
+
 // The law of a row without finish_laws, and what its rule wants from it besides. Collective over a
 // full warp.
 __device__ RowLaw combine_row(const VerifyParams& p, const Scratch& s, const Request& r,
                               int64_t slot, double* extra) {
-  const RowTask task = row_task(p, r, slot);
+  const RowTask task = target_task(p, r, slot);
   return combine_tiles(task.row, task.filters, false, task.extra,
                        s.summaries + (r.b * s.rows + slot) * s.tiles, extra);
 }
@@ -158,20 +174,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
 
 // ---- raw logprobs ---
 
-// Target row i of a request without filters at T = 1, where a token was emitted.
-__device__ RowTask raw_task(const VerifyParams& p, int64_t b, int64_t i) {
-  RowTask task;
-  if (i <= p.num_accepted[b]) task.row = target_row(p, b, i);
-  return task;
-}
+// The target rows without filters at T = 1, where a token was emitted.
+struct RawRows {
+  const VerifyParams& p;
+
+  __device__ __forceinline__ RowTask operator()(int64_t k) const {
+    RowTask task;
+    const auto [b, i] = place_in(k, p.gamma + 1);
+    if (i <= p.num_accepted[b]) task.row = target_row(p, b, i);
+    return task;
+  }
+};
 
 template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    scan_raw(const VerifyParams p, const Scratch s, int64_t splits) {
+    scan_raw(const VerifyParams p, const Scratch s) {
   begin_kernel();
-  const Unit unit = this_unit(splits);
-  const auto [b, i] = place_in(unit.index, p.gamma + 1);
-  scan_share<kMasked>(raw_task(p, b, i), s, b * s.rows + i, unit.split, splits);
+  const RawRows rows{p};
+  scan_all<kMasked, Elements::kAny>(
+      RowsToScan<RawRows>{rows, p.batch * (p.gamma + 1), s.tiles, s.summaries, nullptr, false});
 }
 
 // A warp a row.
@@ -180,11 +201,10 @@ __global__ void __launch_bounds__(kThreads)
   begin_kernel();
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (place >= p.batch * (p.gamma + 1)) return;
-  const auto [b, i] = place_in(place, p.gamma + 1);
-  const RowTask task = raw_task(p, b, i);
+  const RowTask task = RawRows{p}(place);
   double unused = 0.0;
   const RowLaw law = combine_tiles(task.row, task.filters, false, task.extra,
-                                   s.summaries + (b * s.rows + i) * s.tiles, &unused);
+                                   s.summaries + place * s.tiles, &unused);
   if (threadIdx.x % kWarp == 0 && law.valid) {
     p.logprobs[place] = target_log_probability({task.row, law}, p.tokens[place]);
   }
@@ -247,8 +267,18 @@ void launch_split(const Gpu& gpu, const char* name,
 
 void launch_scan(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
   const bool masked = p.mask.words != nullptr;
-  launch_split(gpu, "scan_laws", masked ? kScanMasked : kScan[elements_of_rows(p)],
-               p.batch * s.rows, s.tiles, p, s);
+  const bool decides_next = !s.finished && !s.races && s.sums == 0;
+  const int64_t next = decides_next ? p.batch : 0;
+  launch(gpu, "scan_laws", masked ? kScanMasked : kScan[elements_of_rows(p)],
+         blocks_to_scan(gpu, p.batch * s.rows * s.tiles, masked, next), p, s);
+}
+
+void launch_raw_logprobs(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
+  const int64_t nodes = p.batch * (p.gamma + 1);
+  const bool masked = p.mask.words != nullptr;
+  launch(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>,
+         blocks_to_scan(gpu, nodes * s.tiles, true), p, s);
+  launch(gpu, "write_raw_logprobs", write_raw_logprobs, (nodes + kWarps - 1) / kWarps, p, s);
 }
 
 void launch_decide(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
@@ -281,9 +311,8 @@ void run(const VerifyParams& given, const Gpu& gpu) {
   launch_map(gpu, workspace, map, &p.map);
   launch_scan(gpu, p, s);
 #endif
-  const int64_t nodes = p.batch * (p.gamma + 1);
-  const bool masked = p.mask.words != nullptr;
   if (s.finished) {
+    const bool masked = p.mask.words != nullptr;
     launch(gpu, "finish_laws", masked ? finish_laws<true> : finish_laws<false>, p.batch * s.rows, p,
            s);
   }
@@ -295,10 +324,7 @@ void run(const VerifyParams& given, const Gpu& gpu) {
     launch_split(gpu, "draw_extra", kDraw[elements_of_laws(p)], p.batch, s.tiles, p, s,
                  kBlocksAt128Registers);
   }
-  if (p.raw_logprobs) {
-    launch_split(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>, nodes, s.tiles, p, s);
-    launch(gpu, "write_raw_logprobs", write_raw_logprobs, (nodes + kWarps - 1) / kWarps, p, s);
-  }
+  if (p.raw_logprobs) launch_raw_logprobs(gpu, p, s);
 }
 
 void load_all(const Loading& load) {

@@ -2,8 +2,8 @@
 //
 // Launches, each over all requests at once and all on the caller's stream:
 //   open    a block a request: topology, and which rows are asked for (tree.cuh)
-//   scan    a block takes some tiles of one target or draft row (law_pass.cuh); a row's last block
-//           finds its law
+//   scan    summaries of all tiles (scan.cuh); the block that has the last one of a row finds its
+//           law
 //   finish  (filters) a block a row: the rows' laws, cutoffs included (cutoff.cuh)
 //   race    (coupled rule) a block takes some tiles of a target row; a row's last block compares
 //   visit   the recursion: teams of blocks add up residual masses (team.cuh), and each block takes
@@ -41,6 +41,18 @@ using namespace SPECDEC_CPU_ISA;
 // ---- lists ---
 
 #if SPECDEC_LISTS
+// The law of row r by the last of its `splits` blocks, if no later launch finds it. Collective over
+// the block.
+__device__ __forceinline__ void combine_if_last(const RowTask& task, const LawScratch& s, int64_t r,
+                                                int64_t splits) {
+  if (!s.combines() || !is_last_block(s.counters + r, splits)) return;
+  if (threadIdx.x >= kWarp) return;
+  double unused = 0.0;
+  const RowLaw law =
+      combine_tiles(task.row, task.filters, false, ExtraTask{}, s.summaries + r * s.tiles, &unused);
+  if (threadIdx.x == 0) s.laws[r] = law;
+}
+
 // The sums of the draft's rows, which are lists; scan_rows has left them out.
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     scan_lists(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
@@ -48,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   const Unit unit = this_unit(splits);
   const auto [b, v] = place_in(unit.index, p.nodes);
   const int64_t place = b * s.rows + p.nodes + v;
-  const FilteredRow task = TreeRows{p, s}(place);
+  const RowTask task = TreeRows{p, s}(place);
   const Row& row = task.row;
   if (row.data == nullptr) return;
   const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
@@ -114,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   begin_kernel();
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (place >= s.count) return;
-  const FilteredRow task = rows(place);
+  const RowTask task = rows(place);
   const RowLaw law = law_of(task, s, place);
   if (threadIdx.x % kWarp == 0 && law.valid) {
     rows.p.logprobs[place] = target_log_probability({task.row, law}, rows.p.out_tokens[place]);

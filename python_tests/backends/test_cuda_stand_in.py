@@ -704,6 +704,17 @@ def test_sampled_drafts_longer_than_a_look(threads, dtype, gamma):
         assert_near(result, case.run(torch.ops.specdec.verify), atol=1e-4)
 
 
+@threads_of_a_block
+def test_trees_among_many(threads):
+    # As test_among_many_rows of test_invariance.py; blocks that scan find laws, too.
+    case = make_tree_case(9, batch=12, nodes=16, filters=False, philox=True)
+    verify_tree = fibres.operators(threads).verify_tree
+    alone = verify_tree(**case.inputs)
+    order = [7 * k % 12 for k in range(1000)]
+    many = verify_tree(**case.select(order).inputs)
+    assert_same(many, [output[order] for output in alone])
+
+
 def test_races_do_not_depend_on_who_takes_which_tiles():
     # 1,400 rows of 3 tiles: a block takes two of them. One row: a block takes one.
     operators = fibres.operators(32)

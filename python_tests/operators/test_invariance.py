@@ -51,6 +51,15 @@ def test_in_a_large_batch(operator, rule):
     assert_same(operator.run(case.select(order)), rows(alone, order))
 
 
+@pytest.mark.parametrize("rule", ["block", "token", "top_beta"])
+def test_among_many_rows(operator, rule):
+    # On CUDA a block of the first launch plans 32 tiles at once. It has more here, also on a GPU.
+    case = mixed_case(rule, gamma=5, vocab=40, filters=False, draft_filters=False)
+    alone = operator.run(case)
+    order = [7 * k % 10 for k in range(3000)]
+    assert_same(operator.run(case.select(order)), rows(alone, order))
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_extra_draft_columns(backend, rule):
     # Four more columns that the draft lengths leave out: ids, rows and coins there are garbage.
