@@ -101,10 +101,10 @@ BUDGETS = {
     "scan_laws<0, 3>": Budget(101, spills=44, registers=64),  # rows of two types
     "scan_laws<1, 3>": Budget(103, registers=80),  # masked
     "scan_rows<0>": Budget(107, registers=64),
-    "finish_laws<0>": Budget(198, spills=205, registers=80),
-    "finish_laws<1>": Budget(240, spills=205, registers=80),
-    "finish_rows<1>": Budget(212, spills=332, registers=80),
-    "finish_rows<0>": Budget(167, spills=243, registers=80),
+    "finish_laws<0>": Budget(202, spills=220, registers=80),
+    "finish_laws<1>": Budget(244, spills=220, registers=80),
+    "finish_rows<1>": Budget(215, spills=213, registers=80),
+    "finish_rows<0>": Budget(174, spills=213, registers=80),
     "race_rows": Budget(121, spills=2, registers=80),
     "race_nodes": Budget(87, registers=80),
     "decide_alone<0>": Budget(128, spills=6, registers=64),  # Reads of chain_nodes.cuh; it draws
@@ -127,8 +127,8 @@ BUDGETS = {
     "draw_token<0>": Budget(73, spills=7, stream=ROW_32, per_entry=15),
     "draw_token<3>": Budget(157, spills=7, stream=ROW_16, per_entry=15),
     "open_trees": Budget(27, registers=64),
-    "write_laws<0>": Budget(163, spills=242, registers=80),
-    "write_laws<1>": Budget(191, spills=329, registers=80),
+    "write_laws<0>": Budget(171, spills=213, registers=80),
+    "write_laws<1>": Budget(213, spills=213, registers=80),
     "visit_trees<1>": Budget(156, spills=26, stream=ROW_16, per_entry=7.5),
     "visit_trees<2>": Budget(156, spills=26, stream=ROW_16, per_entry=7),
     "visit_trees<0>": Budget(152, spills=26, stream=ROW_32, per_entry=6),

@@ -3,9 +3,10 @@
 // Grid: a block a row. The maxima of groups of 128 entries, left by the law pass, say where kept
 // entries can be: a filter's kept set lies above a floor that is found from them and from z, and
 // only groups that reach the floor are read again (4 bytes a group and, as a rule, one group for
-// each of k entries). Where more than 4,096 entries reach it (a large top-k, a top-p of a nearly
-// flat law), the row is read again instead, three times or more, from L2.
-// Numerics: counts, and masses in 2^-40 fixed point, are exact; so neither the order in which
+// each of k entries). At most a block's threads of entries, as a rule all that reach the floor, are
+// compared with each other, once for all filters. Where more than 4,096 entries reach it (a large
+// top-k, a top-p of a nearly flat law), the row is read again instead, three times or more, from
+// L2. Numerics: counts, and masses in 2^-40 fixed point, are exact; so neither the order in which
 // threads find candidates nor the number of threads changes a cutoff or a sum. A top-p alone that
 // is found among candidates is a share of the law pass's z, which is the same mass within its
 // rounding.
@@ -23,13 +24,14 @@ static_assert(kRadixBins % kThreads == 0, "threads share the bins evenly");
 
 // What a block shares while it looks for the cutoffs of a row: 33 KB.
 struct CutoffMemory {
-  float candidates[kMaxCandidates];
+  alignas(16) float candidates[kMaxCandidates];
   union {
     uint64_t histogram[kRadixBins];
     int32_t groups[kMaxCandidates];
   };
   int32_t count;
   int32_t bin;
+  int32_t other;
   uint64_t above;
 };
 
@@ -149,13 +151,11 @@ __device__ __forceinline__ Weigh by_number(const RowLaw& law) { return {true, Ma
 __device__ __forceinline__ Weigh by_mass(const RowLaw& law) { return {false, Mass(law)}; }
 
 // The largest value for which the weight of all entries >= it, `above` included, reaches the bound;
-// false if there is none. A call: where entries are few, as a rule, select_among_few takes its
-// place.
+// false if there is none. A call: where entries are few, as a rule, narrow_few takes its place.
 template <typename Source>
-__device__ __attribute__((noinline)) bool select_by_radix(CutoffMemory* memory,
-                                                          const Source& source, uint64_t bound,
-                                                          uint64_t above, const Weigh& weigh,
-                                                          float* value) {
+__device__ __attribute__((noinline)) bool select_value(CutoffMemory* memory, const Source& source,
+                                                       uint64_t bound, uint64_t above,
+                                                       const Weigh& weigh, float* value) {
   RadixSelection selection;
 #pragma unroll 1
   for (int level = 0; level < kRadixLevels; ++level) {
@@ -174,62 +174,6 @@ __device__ __attribute__((noinline)) bool select_by_radix(CutoffMemory* memory,
   return true;
 }
 
-// Threads that compare one of `count` candidates with all others, a part of them each; neighbours.
-__device__ __forceinline__ int32_t comparing_threads(int32_t count) {
-  return 4 * count <= kThreads ? 4 : 2 * count <= kThreads ? 2 : 1;
-}
-
-// The same of at most kThreads candidates, which are compared with each other, between three
-// barriers in the place of a dozen.
-__device__ __forceinline__ bool select_among_few(CutoffMemory* memory,
-                                                 const CandidateSource& source, uint64_t bound,
-                                                 uint64_t above, const Weigh& weigh, float* value) {
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t parts = comparing_threads(source.count);
-  const int32_t mine = thread / parts;
-  uint64_t* weights = memory->histogram;
-  const bool has_one = mine < source.count;
-  const float x = has_one ? source.values[mine] : 0.0f;
-  const uint64_t weight = has_one ? weigh(x) : 0;
-  if (has_one && thread % parts == 0) weights[mine] = weight;
-  if (thread == 0) memory->bin = -1;
-  __syncthreads();
-  uint64_t larger = 0;
-  uint32_t ties = 0;  // itself among them; equal values have equal weights
-  if (has_one) {
-#pragma unroll 4
-    for (int32_t i = thread % parts; i < source.count; i += parts) {
-      const float other = source.values[i];
-      larger += other > x ? weights[i] : 0;
-      ties += other == x ? 1 : 0;
-    }
-  }
-  for (int32_t lanes = 1; lanes < parts; lanes *= 2) {
-    larger += __shfl_xor_sync(kAllLanes, larger, lanes);
-    ties += __shfl_xor_sync(kAllLanes, ties, lanes);
-  }
-  above += larger;
-  // Of equal values any will do.
-  if (has_one && above < bound && above + ties * weight >= bound) atomicMax(&memory->bin, mine);
-  __syncthreads();
-  const int32_t found = memory->bin;
-  if (found >= 0) *value = source.values[found] + 0.0f;  // -0 as 0, as keys have it
-  __syncthreads();
-  return found >= 0;
-}
-
-template <typename Source>
-__device__ __forceinline__ bool select_value(CutoffMemory* memory, const Source& source,
-                                             uint64_t bound, uint64_t above, const Weigh& weigh,
-                                             float* value) {
-  if constexpr (std::is_same<Source, CandidateSource>::value) {
-    if (source.count <= kThreads) {
-      return select_among_few(memory, source, bound, above, weigh, value);
-    }
-  }
-  return select_by_radix(memory, source, bound, above, weigh, value);
-}
-
 template <typename Source>
 __device__ __forceinline__ uint64_t sum_of(const Source& source, const Mass& mass) {
   uint64_t sum = 0;
@@ -243,10 +187,9 @@ __device__ __forceinline__ void raise(float* cutoff, float value) {
 
 // ---- candidates ---
 
-// Appends the entries of a vector that are wanted(x); their number may pass what fits.
-template <typename Wanted>
-__device__ __forceinline__ void append(CutoffMemory* memory, const float* x, int n,
-                                       const Wanted& wanted) {
+// Appends those of n entries that are wanted(x); their number may pass what fits.
+template <int n, typename Wanted>
+__device__ __forceinline__ void append(CutoffMemory* memory, const float* x, const Wanted& wanted) {
   int32_t found = 0;
 #pragma unroll
   for (int j = 0; j < n; ++j) found += wanted(x[j]);
@@ -296,8 +239,7 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int32_t at = base + i * kThreads;
-      if (at >= groups * kVectors) continue;
-      load_vector_at(row, first_of(at), &raw[i]);
+      if (at < groups * kVectors) load_vector_at(row, first_of(at), &raw[i]);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
@@ -305,7 +247,7 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
       float x[kVector];
       widen_vector(row.element, raw[i], x);
       if (kMasked) hide_in_vector(row, first_of(base + i * kThreads), x);
-      append(memory, x, kVector, [=](float v) { return v >= floor && v > -INFINITY; });
+      append<kVector>(memory, x, [=](float v) { return v >= floor && v > -INFINITY; });
     }
   }
   __syncthreads();
@@ -316,11 +258,13 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
 
 // ---- floors: no kept entry lies below ---
 
-// At least k groups, hence k entries, reach the k-th largest group maximum. Found among 2,048 bins
-// between the extremes; any bins will do, as the lowest maximum in those that are kept is the
-// floor.
-__device__ inline float top_k_floor(CutoffMemory* memory, const float* group_max, int64_t groups,
-                                    int64_t k, float max) {
+// The k-th largest group maximum, or -inf. Found among 2,048 bins between the extremes; any bins
+// will do, as the lowest maximum in those that are kept is the floor. A call: where k is small, as
+// a rule, floor_of_pairs takes its place.
+inline __device__ __attribute__((noinline)) float floor_by_bins(CutoffMemory* memory,
+                                                                const float* group_max,
+                                                                int64_t groups, int64_t k,
+                                                                float max) {
   float low = INFINITY;
   for (int64_t g = threadIdx.x; g < groups; g += kThreads) {
     if (group_max[g] > -INFINITY) low = fminf(low, group_max[g]);
@@ -342,6 +286,74 @@ __device__ inline float top_k_floor(CutoffMemory* memory, const float* group_max
     if (group_max[g] > -INFINITY && bin_of(group_max[g]) >= bin) floor = fminf(floor, group_max[g]);
   }
   return block_min(floor);
+}
+
+// The largest maximum of this thread's groups.
+__device__ __forceinline__ float max_of_groups(const float* group_max, int64_t groups) {
+  constexpr int kInFlight = 8;
+  float max = -INFINITY;
+  for (int64_t base = threadIdx.x; base < groups; base += kInFlight * kThreads) {
+    float found[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int64_t g = base + i * kThreads;
+      found[i] = g < groups ? group_max[g] : -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) max = fmaxf(max, found[i]);
+  }
+  return max;
+}
+
+// The k-th largest of what pairs of threads find: each the largest maximum of its groups, which is
+// compared with all others'. -inf where less than k pairs find anything.
+__device__ __forceinline__ float floor_of_pairs(CutoffMemory* memory, const float* group_max,
+                                                int64_t groups, int32_t k) {
+  constexpr int kOfThread = kThreads / 4;  // pairs whose maxima a thread looks at
+  constexpr int kVectors = 2, kWords = 4;
+  static_assert(kOfThread % (kVectors * kWords) == 0, "no vector is left over");
+  __shared__ float of_warp[kWarps];
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto larger_one = [](float a, float b) { return fmaxf(a, b); };
+  const float mine = reduce_neighbours<2>(max_of_groups(group_max, groups), larger_one);
+  if (thread % 2 == 0) memory->candidates[thread / 2] = mine;
+  __syncthreads();
+  const auto* others = reinterpret_cast<const float4*>(memory->candidates + thread % 2 * kOfThread);
+  int32_t larger[kWords] = {0, 0, 0, 0};  // several, because each addition waits for the one before
+#pragma unroll 2
+  for (int i = 0; i < kOfThread / kWords; i += kVectors) {
+    float4 found[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) found[v] = others[i + v];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      larger[0] += found[v].x > mine;
+      larger[1] += found[v].y > mine;
+      larger[2] += found[v].z > mine;
+      larger[3] += found[v].w > mine;
+    }
+  }
+  const int32_t above = reduce_neighbours<2>((larger[0] + larger[1]) + (larger[2] + larger[3]),
+                                             [](int32_t a, int32_t b) { return a + b; });
+  const float lowest = -warp_max_by_key(above < k ? -mine : -INFINITY);
+  if (thread % kWarp == 0) of_warp[thread / kWarp] = lowest;
+  __syncthreads();  // the next call comes by a barrier before it writes to of_warp
+  float floor = of_warp[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) floor = fminf(floor, of_warp[w]);
+  return floor;
+}
+
+// At least k groups, hence k entries, reach the floor: the k-th largest group maximum or, where k
+// is at most a quarter of the threads, somewhat less, so that a fifth of k more do.
+__device__ __forceinline__ float top_k_floor(CutoffMemory* memory, const float* group_max,
+                                             int64_t groups, int64_t k, float max) {
+  if (4 * k <= kThreads) {
+    const float floor = floor_of_pairs(memory, group_max, groups, static_cast<int32_t>(k));
+    if (floor > -INFINITY) return floor;
+    __syncthreads();
+  }
+  return floor_by_bins(memory, group_max, groups, k, max);
 }
 
 // Entries below this logit have less than half of the mass that a top-p leaves out.
@@ -387,7 +399,7 @@ __device__ __forceinline__ bool collect_bin(CutoffMemory* memory, const Row& row
   if (threadIdx.x == 0) memory->count = 0;
   __syncthreads();
   RowSource<kMasked>{row}([&](float x) {
-    append(memory, &x, 1, [&](float v) { return v >= law.cutoff && bin_of(v) == bin; });
+    append<1>(memory, &x, [&](float v) { return v >= law.cutoff && bin_of(v) == bin; });
   });
   __syncthreads();
   *out = {memory->candidates, memory->count};
@@ -443,15 +455,119 @@ __device__ __forceinline__ void sum_kept(const Source& source, RowLaw* law, doub
   *entropy = log(law->z) + kLn2 * static_cast<double>(block_sum(share)) / total;
 }
 
-// Sets cutoff and z from candidates; false where they turn out not to hold all that is kept.
-__device__ inline bool narrow_candidates(CutoffMemory* memory, const CandidateSource& candidates,
-                                         float floor, const Filters& filters, RowLaw* law,
-                                         double* entropy) {
+// What a thread finds out about a candidate by a look at all of them.
+struct Standing {
+  uint64_t mass = 0;   // of larger ones
+  int32_t larger = 0;  // their number
+  int32_t equal = 0;   // itself among them; equal values have equal masses
+};
+
+// Threads that share the look of one of `count` candidates at all others: neighbours.
+__device__ __forceinline__ int32_t comparing_threads(int32_t count) {
+  return 4 * count <= kThreads ? 4 : 2 * count <= kThreads ? 2 : 1;
+}
+
+constexpr int kComparedAtOnce = 4;  // by a thread: loads that are not waited for one by one
+
+// Of value x, by `parts` neighbours. Behind the candidates there are as many of no mass as make up
+// their last round.
+__device__ __forceinline__ Standing standing_of(const CandidateSource& candidates,
+                                                const uint64_t* masses, float x, int32_t part,
+                                                int32_t parts) {
+  Standing found;
+#pragma unroll 1
+  for (int32_t base = part; base < candidates.count; base += kComparedAtOnce * parts) {
+    float others[kComparedAtOnce];
+    uint64_t masses_of[kComparedAtOnce];
+#pragma unroll
+    for (int k = 0; k < kComparedAtOnce; ++k) {
+      others[k] = candidates.values[base + k * parts];
+      masses_of[k] = masses[base + k * parts];
+    }
+#pragma unroll
+    for (int k = 0; k < kComparedAtOnce; ++k) {
+      found.mass += others[k] > x ? masses_of[k] : 0;
+      found.larger += others[k] > x ? 1 : 0;
+      found.equal += others[k] == x ? 1 : 0;
+    }
+  }
+  for (int32_t lanes = 1; lanes < parts; lanes *= 2) {
+    found.mass += __shfl_xor_sync(kAllLanes, found.mass, lanes);
+    found.larger += __shfl_xor_sync(kAllLanes, found.larger, lanes);
+    found.equal += __shfl_xor_sync(kAllLanes, found.equal, lanes);
+  }
+  return found;
+}
+
+// Sets cutoff and z from at most kThreads candidates, a thread or some for each of them, between a
+// few barriers; false where they turn out not to hold all that is kept.
+__device__ __forceinline__ bool narrow_few(CutoffMemory* memory, const CandidateSource& candidates,
+                                           float floor, const Filters& filters, RowLaw* law,
+                                           double* entropy) {
+  constexpr int32_t kBehind = 4 * kComparedAtOnce;
+  static_assert(2 * kThreads + kBehind <= kRadixBins, "masses and sums lie in the histogram");
+  uint64_t* sums = memory->histogram;  // from the largest candidate down to each
+  uint64_t* masses = memory->histogram + kThreads;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), count = candidates.count;
+  const int32_t parts = comparing_threads(count), part = thread % parts, mine = thread / parts;
+  const bool has_one = mine < count;
+  const float x = has_one ? candidates.values[mine] : INFINITY;
+  const uint64_t mass = has_one ? Mass(*law)(x) : 0;
+  if (has_one && part == 0) masses[mine] = mass;
+  if (thread < kBehind) {
+    memory->candidates[count + thread] = -INFINITY;
+    masses[count + thread] = 0;
+  }
+  if (thread == 0) memory->bin = memory->other = -1;
+  __syncthreads();
+  const Standing place = standing_of(candidates, masses, x, part, parts);
+  const uint64_t sum = place.mass + static_cast<uint64_t>(place.equal) * mass;
+  if (has_one && part == 0) sums[mine] = sum;
+  // Less than k: there are no more finite entries, or min-p's floor is above the k-th.
+  const bool cuts = has_top_k(filters) && filters.top_k <= count;
+  const int32_t k = cuts ? static_cast<int32_t>(filters.top_k) : count;
+  const bool is_kept = has_one && place.larger < k;
+  // Of equal values any will do.
+  if (is_kept && place.larger + place.equal >= k) atomicMax(&memory->bin, mine);
+  __syncthreads();
+  int32_t lowest = memory->bin;  // of those that are kept
+  if (lowest < 0) return false;
+  if (cuts) law->cutoff = candidates.values[lowest] + 0.0f;  // -0 as 0, as keys have it
+  const float min_p =
+      has_min_p(filters) ? min_p_cutoff(law->max, filters.temperature, filters.min_p) : -INFINITY;
+  if (has_top_p(filters)) {
+    const uint64_t total =
+        has_top_k(filters) ? sums[lowest] : static_cast<uint64_t>(law->z * kLawUnit);
+    uint64_t bound = top_p_bound(filters.top_p, total);
+    bound = bound > 0 ? bound : 1;  // the top entry stays
+    if (is_kept && place.mass < bound && sum >= bound) atomicMax(&memory->other, mine);
+    __syncthreads();
+    const int32_t found = memory->other;
+    if (found >= 0) {
+      lowest = found;
+      law->cutoff = candidates.values[found] + 0.0f;
+    } else if (min_p < floor) {
+      return false;  // it lies below the floor, and so does min-p's
+    }
+  }
+  if (entropy == nullptr && !(min_p > law->cutoff)) {
+    law->z = static_cast<double>(sums[lowest]) / kLawUnit;
+    return true;
+  }
+  raise(&law->cutoff, min_p);
+  sum_kept(candidates, law, entropy);
+  return true;
+}
+
+// The same of more candidates. A call: it is rare.
+inline __device__ __attribute__((noinline)) bool narrow_many(CutoffMemory* memory,
+                                                             const CandidateSource& candidates,
+                                                             float floor, const Filters& filters,
+                                                             RowLaw* law, double* entropy) {
   const float min_p =
       has_min_p(filters) ? min_p_cutoff(law->max, filters.temperature, filters.min_p) : -INFINITY;
   double total = law->z * kLawUnit;
   if (has_top_k(filters)) {
-    // Less than k: there are no more finite entries, or min-p's floor is above the k-th.
     select_value(memory, candidates, static_cast<uint64_t>(filters.top_k), 0, by_number(*law),
                  &law->cutoff);
     total = static_cast<double>(sum_of(candidates, Mass(*law)));
@@ -460,11 +576,21 @@ __device__ inline bool narrow_candidates(CutoffMemory* memory, const CandidateSo
     const uint64_t bound = top_p_bound(filters.top_p, static_cast<uint64_t>(total));
     const bool found =
         select_value(memory, candidates, bound > 0 ? bound : 1, 0, by_mass(*law), &law->cutoff);
-    if (!found && min_p < floor) return false;  // it lies below the floor, and so does min-p's
+    if (!found && min_p < floor) return false;
   }
   raise(&law->cutoff, min_p);
   sum_kept(candidates, law, entropy);
   return true;
+}
+
+__device__ __forceinline__ bool narrow_candidates(CutoffMemory* memory,
+                                                  const CandidateSource& candidates, float floor,
+                                                  const Filters& filters, RowLaw* law,
+                                                  double* entropy) {
+  if (candidates.count <= kThreads) {
+    return narrow_few(memory, candidates, floor, filters, law, entropy);
+  }
+  return narrow_many(memory, candidates, floor, filters, law, entropy);
 }
 
 // Where candidates do not fit: rare, hence a call.
@@ -504,6 +630,7 @@ __device__ inline RowLaw finish_law(const Row& row, const Filters& filters, bool
     return law;
   }
   law = unfiltered;
+  __syncthreads();  // the memory has been read
   narrow_row<kMasked>(&memory, row, filters, &law, entropy);
   return law;
 }

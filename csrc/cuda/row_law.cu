@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   begin_kernel();
   const RowLawParams& p = rows.p;
   const int64_t r = blockIdx.x;
-  const RowTask task = rows(r);
+  const RowTask& task = task_of_block(rows, r);
   double unused = 0.0;
   const RowLaw law = finish_law<kMasked>(task.row, task.filters, true, ExtraTask{},
                                          s.summaries + r * s.tiles, group_max_of(s, r), &unused);

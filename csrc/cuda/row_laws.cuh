@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     finish_rows(const Rows rows, const LawScratch s) {
   begin_kernel();
   const int64_t r = blockIdx.x;
-  const RowTask task = rows(r);
+  const RowTask& task = task_of_block(rows, r);
   double unused = 0.0;
   const RowLaw law = finish_law<kMasked>(task.row, task.filters, false, ExtraTask{},
                                          s.summaries + r * s.tiles, group_max_of(s, r), &unused);

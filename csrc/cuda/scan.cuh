@@ -29,6 +29,15 @@ struct RowTask {
   ExtraTask extra;
 };
 
+// Row r for all threads of a block, which meet: registers are short where cutoffs are looked for.
+template <typename Rows>
+__device__ __forceinline__ const RowTask& task_of_block(const Rows& rows, int64_t r) {
+  __shared__ SharedArray<RowTask, 1> task;
+  if (threadIdx.x == 0) task[0] = rows(r);
+  __syncthreads();
+  return task[0];
+}
+
 // Rows of an operator, and where their summaries go. Tasks is a functor: RowTask tasks(r) is row r.
 template <typename Tasks>
 struct RowsToScan {

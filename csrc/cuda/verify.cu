@@ -80,12 +80,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     finish_laws(const VerifyParams p, const Scratch s) {
-  begin_kernel();
-  __shared__ SharedArray<RowTask, 1> shared_task;  // registers are short
+  let_next_launch_begin();
+  if (kLists || p.map.ids.data != nullptr) wait_for_launch_before();  // as in open_in_block
   const int64_t row = blockIdx.x;
-  if (threadIdx.x == 0) shared_task[0] = ChainRows{p, s.rows}(row);
-  __syncthreads();
-  const RowTask& task = shared_task[0];
+  const RowTask& task = task_of_block(ChainRows{p, s.rows}, row);
+  wait_for_launch_before();
   const float* group_max = s.group_max != nullptr ? s.group_max + row * s.groups : nullptr;
   double extra = 0.0;
   const RowLaw law = finish_law<kMasked>(task.row, task.filters, false, task.extra,

@@ -705,6 +705,40 @@ def test_sampled_drafts_longer_than_a_look(threads, dtype, gamma):
 
 
 @threads_of_a_block
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_cutoffs_are_the_cpus(threads, dtype):
+    # Few and many candidates, one or several threads for each, ties, rows of which a part is -inf,
+    # every filter alone and with others: all ways that cutoff.cuh has.
+    generator = torch.Generator().manual_seed(3)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    def choice(options):
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    for _ in range(25):
+        vocab = int(10 ** (4 * uniform(1)))
+        logits = choice([1.0, 4.0]) * torch.randn(6, vocab, generator=generator)
+        if choice([True, False]):
+            logits = (2 * logits).round() / 4
+        logits[uniform(6, vocab) < choice([0.0, 0.5])] = -math.inf
+        given = dict(
+            temperature=0.2 + 1.5 * uniform(6),
+            top_k=torch.randint(0, choice([10, 80, 400, 13_000]), (6,), generator=generator),
+            top_p=uniform(6),
+            min_p=choice([1.0, 0.1, 0.001]) * uniform(6),
+        )
+        given = {name: value for name, value in given.items() if choice([True, True, False])}
+        logits = logits.to(dtype)
+        got = fibres.operators(threads).row_law(logits, **given)
+        expected = torch.ops.specdec.row_law(logits, **given)
+        assert_same(got[:3], expected[:3])
+        torch.testing.assert_close(got[3], expected[3], rtol=0, atol=2e-6, equal_nan=True)
+        assert_same(got[4:], expected[4:])
+
+
+@threads_of_a_block
 def test_trees_among_many(threads):
     # As test_among_many_rows of test_invariance.py; blocks that scan find laws, too.
     case = make_tree_case(9, batch=12, nodes=16, filters=False, philox=True)
