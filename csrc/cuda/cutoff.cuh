@@ -6,7 +6,9 @@
 // each of k entries). At most a block's threads of entries, as a rule all that reach the floor, are
 // compared with each other, once for all filters. Where more than 4,096 entries reach it (a large
 // top-k, a top-p of a nearly flat law), the row is read again instead, three times or more, from
-// L2. Numerics: counts, and masses in 2^-40 fixed point, are exact; so neither the order in which
+// L2.
+//
+// Numerics: counts, and masses in 2^-40 fixed point, are exact; so neither the order in which
 // threads find candidates nor the number of threads changes a cutoff or a sum. A top-p alone that
 // is found among candidates is a share of the law pass's z, which is the same mass within its
 // rounding.
