@@ -1,6 +1,6 @@
 // What one instruction after another takes on a GPU, in cycles of a multiprocessor: what
 // benchmarks/gpu/model/machine.py believes, measured. And what memory gives to blocks that read
-// side by side, or a row each as the scan does.
+// side by side, as csrc/cuda/scan.cuh does, or a row each.
 //
 //     nvcc -O3 -std=c++17 -arch=native benchmarks/gpu/latencies.cu -o latencies && ./latencies
 //

@@ -7,7 +7,7 @@
 // a contiguous part of a tile.
 //
 // For every kWaiting tiles of a block one warp, a lane a tile, finds out which they are and what to
-// look for (TilePlan), and at the end all warps' parts of them are combined: four barriers in all.
+// look for (TilePlan), and at the end all warps' parts of them are combined: three barriers.
 // A tile's loads are issued before the tile before it is worked on.
 //
 // Reads 2 or 4 bytes per entry (and what a mask costs, tile.cuh), once: maximum, sum of
@@ -88,10 +88,14 @@ constexpr int scan_blocks(bool masked) {
   return masked ? kBlocksAt80Registers : kBlocksAt64Registers;
 }
 
-// How many blocks scan so many tiles: as few as it takes to end as soon as with all that the GPU
-// holds, but for some places. Those are for blocks of the next launch that begin in the meantime,
-// so many, each as large as one that scans; they get them only if they are few.
+// How many blocks scan so many tiles: no more than the GPU holds at once, and of these as few as
+// have no more tiles each. `next` blocks of the next launch, as large as these, find room beside
+// them and begin in the meantime, if there are few of them.
 inline int64_t blocks_to_scan(const Gpu& gpu, int64_t tiles, bool masked, int64_t next = 0) {
+  if (tiles > UINT32_MAX) {  // place_in
+    throw std::runtime_error("at most 2^32 - 1 tiles of rows are scanned at once, came " +
+                             std::to_string(tiles));
+  }
   const int64_t chip = gpu.chip.multiprocessors;
   const int64_t held = chip * scan_blocks(masked) - (4 * next <= chip ? next : 0);
   const int64_t of_block = tiles > 0 ? (tiles + held - 1) / held : 1;
