@@ -334,8 +334,8 @@ void beam_verify(const BeamVerifyParams& p, const Gpu& gpu) {
   const Search s{workspace.at(live_beams), workspace.at(has_law), workspace.at(live),
                  workspace.at(ends), workspace.at(counters)};
   launch(gpu, "begin_search", begin_search, p.batch, p, s);
-  launch(gpu, "scan_rows", scan_rows<Rows, false>, blocks_to_scan(gpu, rows * tiles, false),
-         Rows{p}, laws, false);
+  launch(gpu, "scan_rows", scan_rows<Rows, false>,
+         blocks_to_scan(gpu, rows * tiles, scan_blocks(false)), Rows{p}, laws, false);
   for (int64_t level = 0; level < p.levels; ++level) {
     launch(gpu, "search_level", search_level, beams, p, laws, s, level);
   }

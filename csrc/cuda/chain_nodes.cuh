@@ -1,7 +1,7 @@
 // The nodes of a chain that a block decides: node i is the law after i draft tokens.
 //
 // Before the launch that found the laws has ended, threads read what the call was given: draft
-// token, its logits, coin. Then a warp finds a row's law, which gives the token's probability.
+// token, its logits, coin. Then half a warp finds a row's law, which gives the token's probability.
 // Nodes are taken 32 at once. Every warp goes down the chain by itself, because that takes less
 // time than to be told.
 //
@@ -108,26 +108,28 @@ __device__ __forceinline__ void open_nodes(const VerifyParams& p, const Request&
 
 // ---- what earlier launches have found ---
 
-// The law of a row, and what its rule asked for besides. By a full warp.
+// The law of a row, and what its rule asked for besides; none where the row is absent. By a full
+// warp, whose halves may have a row each.
 __device__ __forceinline__ RowLaw find_law(const Scratch& s, const Row& row, int64_t slot,
                                            const Filters& filters, const ExtraTask& task,
                                            double* extra) {
   if (!s.finished) {
     return combine_tiles(row, filters, false, task, s.summaries + slot * s.tiles, extra);
   }
-  *extra = s.extras[slot];
-  return s.laws[slot];
+  *extra = row.data != nullptr ? s.extras[slot] : 0.0;
+  return row.data != nullptr ? s.laws[slot] : RowLaw{};
 }
 
 // What the law of a node's target row says, or, `of_draft`, that of its draft row: proposal_of. By
-// a full warp; one code for both, because instructions are waited for.
+// half a warp, one code for both, because instructions are waited for; where it is not `there`, it
+// only keeps the other half company.
 template <Reads kReads>
 __device__ __forceinline__ void find_law_of(const VerifyParams& p, const Scratch& s,
-                                            const Request& r, int64_t i, bool of_draft,
+                                            const Request& r, int64_t i, bool of_draft, bool there,
                                             ChainNode* node) {
-  if (of_draft && !node->sampled) return;
   const int64_t slot = r.b * s.rows + (of_draft ? p.gamma + 1 : 0) + i;
-  const Row& row = of_draft ? node->draft.row : node->target.row;
+  there = there && (!of_draft || node->sampled);
+  const Row row = !there ? Row{} : of_draft ? node->draft.row : node->target.row;
   ExtraTask task;
   if constexpr (kReads == Reads::kTarget) {
     if (row.data != nullptr) task = extra_task(p, r, i, row);
@@ -141,8 +143,8 @@ __device__ __forceinline__ void find_law_of(const VerifyParams& p, const Scratch
                                  ? law_probability(law, of_draft ? node->draft_logit : node->logit,
                                                    of_draft ? node->entry : node->token)
                                  : 0.0;
-  if (of_draft) __syncwarp();  // all lanes have read whether it is sampled
-  if (threadIdx.x % kWarp != 0) return;
+  __syncwarp();  // all lanes have read whether it is sampled
+  if (!there || threadIdx.x % kLawLanes != 0) return;
   if (of_draft) {
     node->draft.law = law;
     node->q = probability;
@@ -160,17 +162,20 @@ __device__ __forceinline__ void find_law_of(const VerifyParams& p, const Scratch
   }
 }
 
-// What the laws say of nodes [base, base + count), a warp a row. Collective over the block, whose
-// threads meet at the end.
+// What the laws say of nodes [base, base + count), half a warp a row. Collective over the block,
+// whose threads meet at the end.
 template <Reads kReads>
 __device__ __forceinline__ void find_laws_of(const VerifyParams& p, const Scratch& s,
                                              const Request& r, int64_t base, int32_t count,
                                              ChainNodes* nodes) {
   const int32_t rows = kReads == Reads::kLaws ? 2 * count : count;
-  for (int32_t k = threadIdx.x / kWarp; k < rows; k += kWarps) {
+  const int32_t half = static_cast<int32_t>(threadIdx.x) / kLawLanes;
+  for (int32_t first = half & ~1; first < rows; first += kThreads / kLawLanes) {
+    const int32_t mine = first + half % 2;
+    const int32_t k = mine < rows ? mine : first;
     const bool of_draft = kReads == Reads::kLaws && k >= count;
     const int32_t node = of_draft ? k - count : k;
-    find_law_of<kReads>(p, s, r, base + node, of_draft, nodes->data() + node);
+    find_law_of<kReads>(p, s, r, base + node, of_draft, mine < rows, nodes->data() + node);
   }
   __syncthreads();
 }

@@ -254,17 +254,36 @@ __device__ __forceinline__ void find_step_max(const float* x, float* step_max) {
 
 // ---- a row ---
 
-// take(tile) for each tile of this lane, in their order. Two at a time, because each of them
-// takes its time to come.
+// Neighbouring lanes that find a row's law. A warp finds two, of which the same code makes no more
+// work than of one.
+constexpr int kLawLanes = kWarp / 2;
+
+// take(tile) for each tile of this lane, in their order. Some at a time, because each of them takes
+// its time to come.
 template <typename Take>
 __device__ __forceinline__ void for_tiles_of_lane(const TileSummary* tiles, int64_t n,
                                                   const Take& take) {
-  for (int64_t t = threadIdx.x % kWarp; t < n; t += 2 * kWarp) {
-    const bool two = t + kWarp < n;
-    const TileSummary a = tiles[t], b = tiles[two ? t + kWarp : t];
-    take(a);
-    if (two) take(b);
+  constexpr int kAtOnce = 3;
+  for (int64_t t = threadIdx.x % kLawLanes; t < n; t += kAtOnce * kLawLanes) {
+    TileSummary found[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      found[k] = tiles[t + k * kLawLanes < n ? t + k * kLawLanes : t];
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (t + k * kLawLanes < n) take(found[k]);
+    }
   }
+}
+
+template <typename T, typename Op>
+__device__ __forceinline__ T reduce_law(T value, Op op) {
+  return reduce_neighbours<kLawLanes>(value, op);
+}
+
+__device__ __forceinline__ double sum_law(double value) {
+  return reduce_law(value, [](double a, double b) { return a + b; });
 }
 
 // Sums of a row's tiles against the row's maximum: z, and sum of weight * log2(weight).
@@ -273,8 +292,8 @@ struct RowSums {
   double entropy;
 };
 
-// By a full warp: a tile a lane, combined in a tree that depends on the number of tiles alone.
-// Where `entropy` says so nobody asks for that.
+// By the lanes of a law: combined in a tree that depends on the number of tiles alone. Where
+// `entropy` says so nobody asks for that.
 __device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, const RowLaw& law,
                                            bool entropy) {
   RowSums sums{0.0, 0.0};
@@ -288,61 +307,73 @@ __device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, 
     sums.z += weight * tile.sum;
     if (entropy) sums.entropy += weight * (tile.extra + shift * tile.sum);
   });
-  return {warp_sum(sums.z), entropy ? warp_sum(sums.entropy) : 0.0};
+  return {sum_law(sums.z), __any_sync(kAllLanes, entropy) ? sum_law(sums.entropy) : 0.0};
 }
 
-// The lowest arg max of a row: tiles are compared in order.
+// The lowest arg max of a row of n tiles, one at least.
 __device__ __forceinline__ int64_t first_maximum(const TileSummary* tiles, int64_t n, float max) {
-  int64_t first = n;
-  for (int64_t t = threadIdx.x % kWarp; t < n && first == n; t += kWarp) {
+  int64_t first = n - 1;
+  for (int64_t t = threadIdx.x % kLawLanes; t < first; t += kLawLanes) {
     if (tiles[t].max == max) first = t;
   }
-  first = warp_min(first);
+  first = reduce_law(first, [](int64_t a, int64_t b) { return a < b ? a : b; });
   return first * kTile + tiles[first].argmax;
 }
 
 __device__ __forceinline__ double count_in_row(const TileSummary* tiles, int64_t n) {
   double count = 0.0;
-  for (int64_t t = threadIdx.x % kWarp; t < n; t += kWarp) count += tiles[t].extra;
-  return warp_sum(count);
+  for_tiles_of_lane(tiles, n, [&](const TileSummary& tile) { count += tile.extra; });
+  return sum_law(count);
 }
 
 // The law of a row as far as it is known without a filter: all of it for plain, greedy and absent
-// rows and for probabilities. Collective over a full warp, result in every lane. `extra_value`:
-// where the rank or entropy goes.
+// rows and for probabilities. Collective over a full warp, whose halves may have a row each: the
+// result is in every lane of a half. `extra_value`: where the rank or entropy goes.
 __device__ inline RowLaw combine_tiles(const Row& row, const Filters& filters, bool want_argmax,
                                        const ExtraTask& extra, const TileSummary* tiles,
                                        double* extra_value) {
-  RowLaw law;
-  *extra_value = 0.0;
-  if (row.data == nullptr) return law;
-  const int64_t n = num_tiles(row.vocab);
+  const int64_t n = row.data != nullptr ? num_tiles(row.vocab) : 0;
   uint32_t valid = 1;
   float max = -INFINITY;
   for_tiles_of_lane(tiles, n, [&](const TileSummary& tile) {
     valid &= tile.valid;
     max = fmaxf(max, tile.max);
   });
-  law.linear = row.linear;
-  law.max = warp_max(max);
-  law.valid = __all_sync(kAllLanes, valid) && law.max > -INFINITY;
-  law.point_mass = law.valid && !row.linear && is_greedy(filters);
-  if (!law.valid) return law;
-  if (extra.kind == Extra::kRank) *extra_value = count_in_row(tiles, n);
-  if (!row.linear && (want_argmax || law.point_mass)) law.argmax = first_maximum(tiles, n, law.max);
+  RowLaw law;
+  *extra_value = 0.0;
+  max = reduce_law(max, [](float a, float b) { return fmaxf(a, b); });
+  valid = reduce_law(valid, [](uint32_t a, uint32_t b) { return a & b; });
+  if (n > 0) {
+    law.linear = row.linear;
+    law.max = max;
+    law.valid = valid != 0 && max > -INFINITY;
+    law.point_mass = law.valid && !row.linear && is_greedy(filters);
+  }
+  const bool is_ranked = law.valid && extra.kind == Extra::kRank;
+  if (__any_sync(kAllLanes, is_ranked)) {
+    const double rank = count_in_row(tiles, n);
+    if (is_ranked) *extra_value = rank;
+  }
+  const bool has_argmax = law.valid && !row.linear && (want_argmax || law.point_mass);
+  if (__any_sync(kAllLanes, has_argmax)) {
+    const int64_t argmax = first_maximum(tiles, has_argmax ? n : 1, max);
+    if (has_argmax) law.argmax = argmax;
+  }
   if (law.point_mass) {
     law.cutoff = law.max;
     law.scale = INFINITY;
     law.z = 1.0;
-    return law;
+  } else if (law.valid && !row.linear) {
+    law.scale = 1.0 / filters.temperature;
   }
-  if (!row.linear) law.scale = 1.0 / filters.temperature;
-  if (!wants_sum(row, filters)) return law;
-  const bool entropy = extra.kind == Extra::kEntropy;
-  const RowSums sums = sum_row(tiles, n, law, entropy);
-  law.z = sums.z;
-  law.valid = law.z > 0.0;
-  if (entropy) *extra_value = log(law.z) - kLn2 * sums.entropy / law.z;
+  const bool has_sum = law.valid && !law.point_mass && wants_sum(row, filters);
+  if (__any_sync(kAllLanes, has_sum)) {
+    const bool entropy = has_sum && extra.kind == Extra::kEntropy;
+    const RowSums sums = sum_row(tiles, has_sum ? n : 0, law, entropy);
+    if (has_sum) law.z = sums.z;
+    if (has_sum) law.valid = sums.z > 0.0;
+    if (entropy) *extra_value = log(law.z) - kLn2 * sums.entropy / law.z;
+  }
   return law;
 }
 

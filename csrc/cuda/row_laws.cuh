@@ -122,7 +122,7 @@ template <typename Rows>
 void launch_scan(const Gpu& gpu, const Rows& rows, const LawScratch& s, bool want_argmax) {
   const bool masked = rows.p.mask.words != nullptr;
   launch(gpu, "scan_rows", masked ? scan_rows<Rows, true> : scan_rows<Rows, false>,
-         blocks_to_scan(gpu, s.count * s.tiles, masked), rows, s, want_argmax);
+         blocks_to_scan(gpu, s.count * s.tiles, scan_blocks(masked)), rows, s, want_argmax);
 }
 
 template <typename Rows>

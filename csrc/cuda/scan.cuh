@@ -88,16 +88,16 @@ constexpr int scan_blocks(bool masked) {
   return masked ? kBlocksAt80Registers : kBlocksAt64Registers;
 }
 
-// How many blocks scan so many tiles: no more than the GPU holds at once, and of these as few as
-// have no more tiles each. `next` blocks of the next launch, as large as these, find room beside
-// them and begin in the meantime, if there are few of them.
-inline int64_t blocks_to_scan(const Gpu& gpu, int64_t tiles, bool masked, int64_t next = 0) {
+// How many blocks scan so many tiles: no more than the GPU holds at once, with `together` on a
+// multiprocessor, and of these as few as have no more tiles each. `next` blocks of the next launch,
+// as large as these, find room beside them and begin in the meantime, if there are few of them.
+inline int64_t blocks_to_scan(const Gpu& gpu, int64_t tiles, int64_t together, int64_t next = 0) {
   if (tiles > UINT32_MAX) {  // place_in
     throw std::runtime_error("at most 2^32 - 1 tiles of rows are scanned at once, came " +
                              std::to_string(tiles));
   }
   const int64_t chip = gpu.chip.multiprocessors;
-  const int64_t held = chip * scan_blocks(masked) - (4 * next <= chip ? next : 0);
+  const int64_t held = chip * together - (4 * next <= chip ? next : 0);
   const int64_t of_block = tiles > 0 ? (tiles + held - 1) / held : 1;
   return (tiles + of_block - 1) / of_block;
 }

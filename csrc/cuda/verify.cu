@@ -269,14 +269,14 @@ void launch_scan(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
   const bool decides_next = !s.finished && !s.races && s.sums == 0;
   const int64_t next = decides_next ? p.batch : 0;
   launch(gpu, "scan_laws", masked ? kScanMasked : kScan[elements_of_rows(p)],
-         blocks_to_scan(gpu, p.batch * s.rows * s.tiles, masked, next), p, s);
+         blocks_to_scan(gpu, p.batch * s.rows * s.tiles, scan_blocks(masked), next), p, s);
 }
 
 void launch_raw_logprobs(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
   const int64_t nodes = p.batch * (p.gamma + 1);
   const bool masked = p.mask.words != nullptr;
   launch(gpu, "scan_raw", masked ? scan_raw<true> : scan_raw<false>,
-         blocks_to_scan(gpu, nodes * s.tiles, true), p, s);
+         blocks_to_scan(gpu, nodes * s.tiles, kBlocksAt80Registers), p, s);
   launch(gpu, "write_raw_logprobs", write_raw_logprobs, (nodes + kWarps - 1) / kWarps, p, s);
 }
 
