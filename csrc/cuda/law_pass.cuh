@@ -254,8 +254,8 @@ __device__ __forceinline__ void find_step_max(const float* x, float* step_max) {
 
 // ---- a row ---
 
-// Neighbouring lanes that find a row's law. A warp finds two, of which the same code makes no more
-// work than of one.
+// Neighbouring lanes that find a row's law: a warp may find those of two rows at once, by the same
+// instructions.
 constexpr int kLawLanes = kWarp / 2;
 
 // take(tile) for each tile of this lane, in their order. Some at a time, because each of them takes
