@@ -105,7 +105,7 @@ BUDGETS = {
     "finish_laws<1>": Budget(244, spills=221, registers=80),
     "finish_rows<1>": Budget(215, spills=213, registers=80),
     "finish_rows<0>": Budget(174, spills=213, registers=80),
-    "race_rows": Budget(121, spills=2, registers=80),
+    "race_rows": Budget(120, registers=80),
     "race_nodes": Budget(87, registers=80),
     "decide_alone<0>": Budget(133, spills=12, registers=64),  # Reads of chain_nodes.cuh; it draws
     "decide_alone<1>": Budget(69, registers=64),

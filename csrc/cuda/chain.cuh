@@ -57,10 +57,15 @@ __device__ Request count_columns(const VerifyParams& p, int64_t b) {
   return r;
 }
 
-// open_request, for the whole block. Needs no earlier launch, unless there is a map or lists: one
-// of those checks or sorts them, and is waited for here.
-__device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared) {
+// What a call was given is there before any launch, but for maps and lists, which launches of its
+// own check or sort.
+__device__ __forceinline__ void wait_for_inputs(const VerifyParams& p) {
   if (kLists || p.map.ids.data != nullptr) wait_for_launch_before();
+}
+
+// open_request, for the whole block; waits for nothing but the inputs.
+__device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared) {
+  wait_for_inputs(p);
   if (threadIdx.x < kWarp) {
     Request r = count_columns(p, b);
     if (!r.greedy) {

@@ -61,7 +61,7 @@ struct TilePlan {
   bool is_plain;     // a whole aligned tile of which only the sum of weights is asked for
 };
 
-// What is read of a plan before its tile is: a word for one load.
+// What is read of a plan before its tile is, by one load.
 struct alignas(16) TileInOrder {
   const char* entries;  // where the tile begins
   float scale;          // ScanTask

@@ -81,7 +81,7 @@ template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     finish_laws(const VerifyParams p, const Scratch s) {
   let_next_launch_begin();
-  if (kLists || p.map.ids.data != nullptr) wait_for_launch_before();  // as in open_in_block
+  wait_for_inputs(p);
   const int64_t row = blockIdx.x;
   const RowTask& task = task_of_block(ChainRows{p, s.rows}, row);
   wait_for_launch_before();
@@ -99,39 +99,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 #if !SPECDEC_LISTS  // a rule that races reads no law of a draft
 
-// As much of a request as says which of its rows are asked for, and their filters; for the whole
-// block.
-__device__ void open_for_rows(const VerifyParams& p, int64_t b, Request* shared) {
-  if (threadIdx.x < kWarp) {
-    const Request r = count_columns(p, b);
-    if (threadIdx.x == 0) *shared = r;
-  }
-  __syncthreads();
-}
-
-// The law of a row without finish_laws, and what its rule wants from it besides. Collective over a
-// full warp.
-__device__ RowLaw combine_row(const VerifyParams& p, const Scratch& s, const Request& r,
-                              int64_t slot, double* extra) {
-  const RowTask task = target_task(p, r, slot);
-  return combine_tiles(task.row, task.filters, false, task.extra,
-                       s.summaries + (r.b * s.rows + slot) * s.tiles, extra);
-}
-
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     race_rows(const VerifyParams p, const Scratch s, int64_t splits) {
   begin_kernel();
-  __shared__ SharedArray<Request, 1> request;
   __shared__ SharedArray<RaceTask, 1> task;
   const Unit unit = this_unit(splits);
-  const auto [b, i] = place_in(unit.index, s.rows);
-  open_for_rows(p, b, request.data());
-  const Request& r = request[0];
-  if (r.greedy || i > r.drafted) return;
+  const RowTask& of_row = task_of_block(ChainRows{p, s.rows}, unit.index);
+  if (of_row.row.data == nullptr || is_greedy(of_row.filters)) return;
   if (threadIdx.x < kWarp) {
     double unused = 0.0;
-    const RowLaw law = s.finished ? s.laws[unit.index] : combine_row(p, s, r, i, &unused);
-    if (threadIdx.x == 0) task[0] = {{target_row(p, b, i), law}, race_of(p.randomness, b, i)};
+    const RowLaw law = s.finished ? s.laws[unit.index]
+                                  : combine_tiles(of_row.row, of_row.filters, false, of_row.extra,
+                                                  s.summaries + unit.index * s.tiles, &unused);
+    const auto [b, i] = place_in(unit.index, s.rows);
+    if (threadIdx.x == 0) task[0] = {{of_row.row, law}, race_of(p.randomness, b, i)};
   }
   __syncthreads();
   if (!task[0].law.valid) return;
