@@ -107,6 +107,13 @@ SPECDEC_HD float widen_float16(uint16_t bits) {
   return float_from_bits(wide | special | static_cast<uint32_t>(bits & 0x8000u) << 16);
 }
 
+SPECDEC_HD bool is_in(const TokenList& list, int64_t token) {
+  for (int64_t i = 0; i < list.count; ++i) {
+    if (list.tokens[i] == token) return true;
+  }
+  return false;
+}
+
 // ---- entries ---
 
 SPECDEC_HD int64_t token_of_entry(const Row& row, int64_t entry) {

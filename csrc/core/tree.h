@@ -258,13 +258,6 @@ SPECDEC_HD bool wants_draft_row(const VerifyTreeParams& p, const Request& r, con
 
 // ---- a node's children ---
 
-SPECDEC_HD bool is_in(const TokenList& list, int64_t token) {
-  for (int64_t i = 0; i < list.count; ++i) {
-    if (list.tokens[i] == token) return true;
-  }
-  return false;
-}
-
 SPECDEC_HD TokenList tried_tokens(const Tree& tree, const NodeVisit& v) {
   return {tree.tried + tree.first_slot[v.node], v.num_tried};
 }
@@ -560,10 +553,16 @@ SPECDEC_HD int64_t write_path(const VerifyTreeParams& p, const Request& r, const
 }
 
 SPECDEC_HD void write_tree_token(const VerifyTreeParams& p, int64_t b, int64_t accepted,
-                                 const DrawTask& draw) {
+                                 int64_t token, double log_probability) {
   const int64_t place = b * p.nodes + accepted;
-  p.out_tokens[place] = draw.token;
-  p.logprobs[place] = target_log_probability({draw.target, draw.target_law}, draw.token);
+  p.out_tokens[place] = token;
+  p.logprobs[place] = static_cast<float>(log_probability);
+}
+
+SPECDEC_HD void write_tree_token(const VerifyTreeParams& p, int64_t b, int64_t accepted,
+                                 const DrawTask& draw) {
+  write_tree_token(p, b, accepted, draw.token,
+                   target_log_probability({draw.target, draw.target_law}, draw.token));
 }
 
 }  // namespace SPECDEC_CPU_ISA

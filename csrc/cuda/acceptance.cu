@@ -118,12 +118,12 @@ void acceptance(const AcceptanceParams& given, const Gpu& gpu) {
   const int64_t draft_tiles = num_tiles(p.draft.vocab);
   const int64_t tiles = target_tiles > draft_tiles ? target_tiles : draft_tiles;
   const bool filters = has_filter_arrays(p.target_sampling) || has_filter_arrays(p.draft_sampling);
-  const LawReservation reserved = reserve_laws(&workspace, 2 * p.rows, tiles, filters);
+  const LawReservation reserved = reserve_laws(&workspace, 2 * p.rows, tiles, {filters});
   const auto tile_sums = workspace.reserve<double>(p.rows * target_tiles);
   const MapReservation map = reserve_map(&workspace, p.map);
   workspace.allocate(gpu);
   launch_map(gpu, workspace, map, &p.map);
-  const LawScratch s = laws_at(workspace, reserved, 2 * p.rows, tiles, filters);
+  const LawScratch s = laws_at(workspace, reserved, 2 * p.rows, tiles, {filters});
   launch_laws(gpu, Rows{p}, s);
   const int64_t splits = splits_for(gpu, p.rows, target_tiles);
   launch(gpu, "sum_overlaps", sum_overlaps, p.rows * splits, Rows{p}, s, workspace.at(tile_sums),

@@ -323,14 +323,14 @@ void beam_verify(const BeamVerifyParams& p, const Gpu& gpu) {
   Workspace workspace;
   const int64_t rows = p.batch * p.nodes, beams = p.batch * p.width;
   const int64_t tiles = num_tiles(p.target.vocab);
-  const LawReservation reserved = reserve_laws(&workspace, rows, tiles, true);
+  const LawReservation reserved = reserve_laws(&workspace, rows, tiles, {true});
   const auto live_beams = workspace.reserve<Beam>(beams);
   const auto has_law = workspace.reserve<uint32_t>(beams);
   const auto live = workspace.reserve<Key>(beams * p.width);
   const auto ends = workspace.reserve<Key>(beams * p.num_eos);
   const auto counters = workspace.reserve<uint32_t>(p.batch);
   workspace.allocate(gpu);
-  const LawScratch laws = laws_at(workspace, reserved, rows, tiles, true);
+  const LawScratch laws = laws_at(workspace, reserved, rows, tiles, {true});
   const Search s{workspace.at(live_beams), workspace.at(has_law), workspace.at(live),
                  workspace.at(ends), workspace.at(counters)};
   launch(gpu, "begin_search", begin_search, p.batch, p, s);

@@ -7,6 +7,7 @@
 #include "draw_parts.cuh"
 #include "race.cuh"
 #include "scan.cuh"
+#include "shortlist.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -30,6 +31,7 @@ struct Scratch {
   float* group_max = nullptr;        // [B, rows, groups], with filters
   RowLaw* laws = nullptr;            // [B, rows], with filters
   double* extras = nullptr;          // [B, rows], with filters; with races: their winners
+  Shortlist* shortlists = nullptr;   // [B, rows], with filters
   Runner* runners = nullptr;         // [B, rows, tiles], with races
   Request* requests = nullptr;       // [B], decided, for the launch that draws
   uint64_t* part_sums = nullptr;     // [B, tiles, kWarps], likewise

@@ -219,11 +219,14 @@ __device__ __forceinline__ void draw_at(const ChainNode& node, bool from_target,
 }
 
 // The rest of a decision, by the clerk's warp alone: nobody waits for those who still report. What
-// is left to draw goes to another launch.
+// is left to draw goes to another launch; nothing if it is `drawn`.
 template <Reads kReads>
-__device__ __forceinline__ void close_request(const VerifyParams& p, const Scratch& s,
-                                              const Request& r) {
+__device__ __forceinline__ void close_request(const VerifyParams& p, const Scratch& s, Request& r,
+                                              bool drawn) {
   const int lane = static_cast<int>(threadIdx.x % kWarp);
+  if constexpr (kReads == Reads::kLaws) {
+    if (drawn && lane == 0) r.draw.active = false;
+  }
   __syncwarp();  // the clerk has written
   if constexpr (kReads == Reads::kLaws) {
     constexpr int kWords = static_cast<int>(sizeof(Request) / sizeof(uint64_t));
@@ -234,7 +237,7 @@ __device__ __forceinline__ void close_request(const VerifyParams& p, const Scrat
     for (int i = lane; i < kWords; i += kWarp) to[i] = from[i];
   }
   write_accepted(p, r, lane, kWarp);
-  if (lane != 0) return;
+  if (lane != 0 || drawn) return;
   DrawTask task = r.draw;
   if (knows_token(&task)) write_extra_token(p, r.b, r.accepted, task);
 }

@@ -13,184 +13,18 @@
 // rounding.
 #pragma once
 
-#include "law_pass.cuh"
+#include "selection.cuh"
+#include "shortlist.cuh"
 
 namespace specdec {
 namespace cuda {
 
-constexpr int kMaxCandidates = 4096;
-constexpr int kLastBin = kRadixBins - 1;
-constexpr int kBinsPerThread = kRadixBins / kThreads;
-static_assert(kRadixBins % kThreads == 0, "threads share the bins evenly");
-
-// What a block shares while it looks for the cutoffs of a row: 33 KB.
-struct CutoffMemory {
-  alignas(16) float candidates[kMaxCandidates];
-  union {
-    uint64_t histogram[kRadixBins];
-    int32_t groups[kMaxCandidates];
-  };
-  int32_t count;
-  int32_t bin;
-  int32_t other;
-  uint64_t above;
-};
-
-__device__ __forceinline__ void clear_histogram(CutoffMemory* memory) {
-  for (int bin = threadIdx.x; bin < kRadixBins; bin += kThreads) memory->histogram[bin] = 0;
-  __syncthreads();
-}
-
-// Goes from the last bin down to the one where the weight above it, *above included, comes to reach
-// the bound; false if none does. The parallel form of core's radix_descend. The histogram is
-// complete (the threads need not have met yet).
-__device__ __forceinline__ bool find_bin(CutoffMemory* memory, uint64_t bound, uint64_t* above,
-                                         int* bin) {
-  __syncthreads();
-  const int last = kLastBin - static_cast<int>(threadIdx.x) * kBinsPerThread;
-  uint64_t sum = 0;
-  // Each thread begins at another of its bins: neighbours would meet in the same memory bank.
-  for (int i = 0; i < kBinsPerThread; ++i) {
-    sum += memory->histogram[last - static_cast<int>(i + threadIdx.x) % kBinsPerThread];
-  }
-  uint64_t total = 0;
-  uint64_t so_far = *above + block_exclusive_sum(sum, &total);
-  if (*above + total < bound) return false;
-  if (so_far < bound && so_far + sum >= bound) {
-    int at = last;
-    while (so_far + memory->histogram[at] < bound) so_far += memory->histogram[at--];
-    memory->bin = at;
-    memory->above = so_far;
-  }
-  __syncthreads();
-  *above = memory->above;
-  *bin = memory->bin;
-  return true;
-}
-
-// ---- where entries come from ---
-
-// Every source calls visit(x) for its entries, each in one thread.
-
-struct CandidateSource {
-  const float* values;
-  int32_t count;
-
-  template <typename Visit>
-  __device__ __forceinline__ void operator()(const Visit& visit) const {
-    for (int32_t i = threadIdx.x; i < count; i += kThreads) visit(values[i]);
-  }
-};
-
-__device__ __forceinline__ void load_vector_at(const Row& row, int64_t first, RawVector* out) {
-  if (row.element == Element::kFloat32) {
-    load_vector<4>(row.element, span_from<4>(row, first), 0, out);
-  } else {
-    load_vector<2>(row.element, span_from<2>(row, first), 0, out);
-  }
-}
-
-__device__ __forceinline__ void hide_in_vector(const Row& row, int64_t first, float* x) {
-  const uint32_t allowed = allowed_in_vector(row, first);
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    if ((allowed >> j & 1u) == 0) x[j] = nothing(row);
-  }
-}
-
-template <bool kMasked>
-struct RowSource {
-  const Row& row;
-
-  // A thread's vectors lie a block apart. A round loads the next of them before it visits the one
-  // that the round before has loaded: the wait overlaps, and the code for each is there once.
-  template <typename Visit>
-  __device__ __forceinline__ void operator()(const Visit& visit) const {
-    constexpr int64_t kApart = kThreads * kVector;
-    RawVector raw, next;
-#pragma unroll 1
-    for (int64_t at = threadIdx.x * kVector; at < row.vocab + kApart; at += kApart) {
-      if (at < row.vocab) load_vector_at(row, at, &next);
-      if (at >= kApart) visit_vector(at - kApart, raw, visit);
-      raw = next;
-    }
-  }
-
- private:
-  // Masked entries and those past the row have no part in any selection.
-  template <typename Visit>
-  __device__ __forceinline__ void visit_vector(int64_t first, const RawVector& raw,
-                                               const Visit& visit) const {
-    float x[kVector];
-    widen_vector(row.element, raw, x);
-    if (kMasked) hide_in_vector(row, first, x);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      if (x[j] > -INFINITY) visit(x[j]);
-    }
-  }
-};
-
-// ---- selections ---
-
-// Masses of a law's entries in 2^-40 fixed point: 0 below its cutoff.
-struct Mass {
-  ExpWeight weight;
-  __device__ __forceinline__ explicit Mass(const RowLaw& law) : weight(law) {}
-  __device__ __forceinline__ uint64_t operator()(float x) const { return fixed_weight(weight(x)); }
-};
-
-// What a selection adds up: entries, or their masses. One type for both, because the code of a
-// selection is large.
-struct Weigh {
-  bool counts;
-  Mass mass;
-  __device__ __forceinline__ uint64_t operator()(float x) const { return counts ? 1 : mass(x); }
-};
-
-__device__ __forceinline__ Weigh by_number(const RowLaw& law) { return {true, Mass(law)}; }
-__device__ __forceinline__ Weigh by_mass(const RowLaw& law) { return {false, Mass(law)}; }
-
-// The largest value for which the weight of all entries >= it, `above` included, reaches the bound;
-// false if there is none. A call: where entries are few, as a rule, narrow_few takes its place.
-template <typename Source>
-__device__ __attribute__((noinline)) bool select_value(CutoffMemory* memory, const Source& source,
-                                                       uint64_t bound, uint64_t above,
-                                                       const Weigh& weigh, float* value) {
-  RadixSelection selection;
-#pragma unroll 1
-  for (int level = 0; level < kRadixLevels; ++level) {
-    clear_histogram(memory);
-    source([&](float x) {
-      const uint32_t key = order_key(x);
-      if (!radix_matches(selection, key, level)) return;
-      const uint64_t weight = weigh(x);
-      if (weight > 0) shared_add(&memory->histogram[radix_digit(key, level)], weight);
-    });
-    int bin = 0;
-    if (!find_bin(memory, bound, &above, &bin)) return false;
-    selection.prefix |= static_cast<uint32_t>(bin) << radix_shift(level);
-  }
-  *value = key_value(selection.prefix);
-  return true;
-}
-
-template <typename Source>
-__device__ __forceinline__ uint64_t sum_of(const Source& source, const Mass& mass) {
-  uint64_t sum = 0;
-  source([&](float x) { sum += mass(x); });
-  return block_sum(sum);
-}
-
-__device__ __forceinline__ void raise(float* cutoff, float value) {
-  *cutoff = value > *cutoff ? value : *cutoff;
-}
-
 // ---- candidates ---
 
-// Appends those of n entries that are wanted(x); their number may pass what fits.
+// Appends those of n entries from `first` on that are wanted(x); their number may pass what fits.
 template <int n, typename Wanted>
-__device__ __forceinline__ void append(CutoffMemory* memory, const float* x, const Wanted& wanted) {
+__device__ __forceinline__ void append(CutoffMemory* memory, int64_t first, const float* x,
+                                       const Wanted& wanted) {
   int32_t found = 0;
 #pragma unroll
   for (int j = 0; j < n; ++j) found += wanted(x[j]);
@@ -200,6 +34,7 @@ __device__ __forceinline__ void append(CutoffMemory* memory, const float* x, con
   for (int j = 0; j < n; ++j) {
     if (!wanted(x[j])) continue;
     if (place < kMaxCandidates) memory->candidates[place] = x[j];
+    if (place < kThreads) memory->entries[place] = static_cast<int32_t>(first + j);
     ++place;
   }
 }
@@ -245,10 +80,11 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       if (base + i * kThreads >= groups * kVectors) continue;
+      const int64_t first = first_of(base + i * kThreads);
       float x[kVector];
       widen_vector(row.element, raw[i], x);
-      if (kMasked) hide_in_vector(row, first_of(base + i * kThreads), x);
-      append<kVector>(memory, x, [=](float v) { return v >= floor && v > -INFINITY; });
+      if (kMasked) hide_in_vector(row, first, x);
+      append<kVector>(memory, first, x, [=](float v) { return v >= floor && v > -INFINITY; });
     }
   }
   __syncthreads();
@@ -400,7 +236,7 @@ __device__ __forceinline__ bool collect_bin(CutoffMemory* memory, const Row& row
   if (threadIdx.x == 0) memory->count = 0;
   __syncthreads();
   RowSource<kMasked>{row}([&](float x) {
-    append<1>(memory, &x, [&](float v) { return v >= law.cutoff && bin_of(v) == bin; });
+    append<1>(memory, 0, &x, [&](float v) { return v >= law.cutoff && bin_of(v) == bin; });
   });
   __syncthreads();
   *out = {memory->candidates, memory->count};
@@ -456,11 +292,18 @@ __device__ __forceinline__ void sum_kept(const Source& source, RowLaw* law, doub
   *entropy = log(law->z) + kLn2 * static_cast<double>(block_sum(share)) / total;
 }
 
+// What is compared: a candidate and its mass.
+struct alignas(16) Compared {
+  Candidate candidate;
+  uint64_t mass;
+};
+
 // What a thread finds out about a candidate by a look at all of them.
 struct Standing {
   uint64_t mass = 0;   // of larger ones
   int32_t larger = 0;  // their number
   int32_t equal = 0;   // itself among them; equal values have equal masses
+  int32_t before = 0;  // candidates of lower entries
 };
 
 // Threads that share the look of one of `count` candidates at all others: neighbours.
@@ -470,60 +313,66 @@ __device__ __forceinline__ int32_t comparing_threads(int32_t count) {
 
 constexpr int kComparedAtOnce = 4;  // by a thread: loads that are not waited for one by one
 
-// Of value x, by `parts` neighbours. Behind the candidates there are as many of no mass as make up
-// their last round.
-__device__ __forceinline__ Standing standing_of(const CandidateSource& candidates,
-                                                const uint64_t* masses, float x, int32_t part,
+// Behind the candidates lie as many that count for nothing as make up the last round.
+constexpr int kBehindCandidates = 4 * kComparedAtOnce;
+
+// Of one candidate among `count`, by `parts` neighbours.
+__device__ __forceinline__ Standing standing_of(const Compared* candidates, int32_t count,
+                                                const Candidate& mine, int32_t part,
                                                 int32_t parts) {
   Standing found;
 #pragma unroll 1
-  for (int32_t base = part; base < candidates.count; base += kComparedAtOnce * parts) {
-    float others[kComparedAtOnce];
-    uint64_t masses_of[kComparedAtOnce];
+  for (int32_t base = part; base < count; base += kComparedAtOnce * parts) {
+    Compared others[kComparedAtOnce];
 #pragma unroll
     for (int k = 0; k < kComparedAtOnce; ++k) {
-      others[k] = candidates.values[base + k * parts];
-      masses_of[k] = masses[base + k * parts];
+      // In one piece.
+      const float4 words = *reinterpret_cast<const float4*>(&candidates[base + k * parts]);
+      memcpy(&others[k], &words, sizeof words);
     }
 #pragma unroll
     for (int k = 0; k < kComparedAtOnce; ++k) {
-      found.mass += others[k] > x ? masses_of[k] : 0;
-      found.larger += others[k] > x ? 1 : 0;
-      found.equal += others[k] == x ? 1 : 0;
+      const auto& [candidate, mass] = others[k];
+      found.mass += candidate.value > mine.value ? mass : 0;
+      found.larger += candidate.value > mine.value ? 1 : 0;
+      found.equal += candidate.value == mine.value ? 1 : 0;
+      found.before += candidate.entry < mine.entry ? 1 : 0;
     }
   }
   for (int32_t lanes = 1; lanes < parts; lanes *= 2) {
     found.mass += __shfl_xor_sync(kAllLanes, found.mass, lanes);
     found.larger += __shfl_xor_sync(kAllLanes, found.larger, lanes);
     found.equal += __shfl_xor_sync(kAllLanes, found.equal, lanes);
+    found.before += __shfl_xor_sync(kAllLanes, found.before, lanes);
   }
   return found;
 }
 
 // Sets cutoff and z from at most kThreads candidates, a thread or some for each of them, between a
-// few barriers; false where they turn out not to hold all that is kept.
+// few barriers; false where they turn out not to hold all that is kept. Lists them, all but their
+// number.
 __device__ __forceinline__ bool narrow_few(CutoffMemory* memory, const CandidateSource& candidates,
                                            float floor, const Filters& filters, RowLaw* law,
-                                           double* entropy) {
-  constexpr int32_t kBehind = 4 * kComparedAtOnce;
-  static_assert(2 * kThreads + kBehind <= kRadixBins, "masses and sums lie in the histogram");
+                                           double* entropy, Shortlist* shortlist) {
+  static_assert(sizeof(Compared) * (kThreads + kBehindCandidates) + sizeof(uint64_t) * kThreads <=
+                    sizeof memory->histogram,
+                "sums and what is compared lie in the histogram");
   uint64_t* sums = memory->histogram;  // from the largest candidate down to each
-  uint64_t* masses = memory->histogram + kThreads;
+  auto* compared = reinterpret_cast<Compared*>(memory->histogram + kThreads);
   const int32_t thread = static_cast<int32_t>(threadIdx.x), count = candidates.count;
   const int32_t parts = comparing_threads(count), part = thread % parts, mine = thread / parts;
-  const bool has_one = mine < count;
-  const float x = has_one ? candidates.values[mine] : INFINITY;
-  const uint64_t mass = has_one ? Mass(*law)(x) : 0;
-  if (has_one && part == 0) masses[mine] = mass;
-  if (thread < kBehind) {
-    memory->candidates[count + thread] = -INFINITY;
-    masses[count + thread] = 0;
-  }
+  const bool has_one = mine < count, writes = has_one && part == 0;
+  const Candidate candidate =
+      has_one ? Candidate{memory->entries[mine], candidates.values[mine]} : Candidate{0, INFINITY};
+  const uint64_t mass = has_one ? Mass(*law)(candidate.value) : 0;
+  if (writes) compared[mine] = {candidate, mass};
+  if (thread < kBehindCandidates) compared[count + thread] = {{INT32_MAX, -INFINITY}, 0};
   if (thread == 0) memory->bin = memory->other = -1;
   __syncthreads();
-  const Standing place = standing_of(candidates, masses, x, part, parts);
+  const Standing place = standing_of(compared, count, candidate, part, parts);
   const uint64_t sum = place.mass + static_cast<uint64_t>(place.equal) * mass;
-  if (has_one && part == 0) sums[mine] = sum;
+  if (writes) sums[mine] = sum;
+  if (writes && shortlist != nullptr) shortlist->candidates[place.before] = candidate;
   // Less than k: there are no more finite entries, or min-p's floor is above the k-th.
   const bool cuts = has_top_k(filters) && filters.top_k <= count;
   const int32_t k = cuts ? static_cast<int32_t>(filters.top_k) : count;
@@ -587,9 +436,9 @@ inline __device__ __attribute__((noinline)) bool narrow_many(CutoffMemory* memor
 __device__ __forceinline__ bool narrow_candidates(CutoffMemory* memory,
                                                   const CandidateSource& candidates, float floor,
                                                   const Filters& filters, RowLaw* law,
-                                                  double* entropy) {
+                                                  double* entropy, Shortlist* shortlist) {
   if (candidates.count <= kThreads) {
-    return narrow_few(memory, candidates, floor, filters, law, entropy);
+    return narrow_few(memory, candidates, floor, filters, law, entropy, shortlist);
   }
   return narrow_many(memory, candidates, floor, filters, law, entropy);
 }
@@ -614,12 +463,14 @@ __device__ __attribute__((noinline)) void narrow_row(CutoffMemory* memory, const
 
 // The law of any row (kMasked: all have a mask, else none), from what scan.cuh left. Collective
 // over the block, result in every thread. group_max: null where no row has a filter. `extra_value`:
-// where the rank or entropy goes.
+// where the rank or entropy goes. `shortlist`: likewise, if anybody draws from the row.
 template <bool kMasked>
 __device__ inline RowLaw finish_law(const Row& row, const Filters& filters, bool want_argmax,
                                     const ExtraTask& extra, const TileSummary* tiles,
-                                    const float* group_max, double* extra_value) {
+                                    const float* group_max, double* extra_value,
+                                    Shortlist* shortlist = nullptr) {
   __shared__ CutoffMemory memory;
+  if (shortlist != nullptr && threadIdx.x == 0) shortlist->count = 0;
   RowLaw law = combine_tiles(row, filters, want_argmax, extra, tiles, extra_value);
   if (!law.valid || !wants_group_max(row, filters)) return law;
   double* entropy = extra.kind == Extra::kEntropy ? extra_value : nullptr;
@@ -627,7 +478,9 @@ __device__ inline RowLaw finish_law(const Row& row, const Filters& filters, bool
   const float floor = kept_floor(&memory, row, filters, group_max, law);
   CandidateSource candidates{};
   if (collect_above<kMasked>(&memory, row, group_max, floor, &candidates) &&
-      narrow_candidates(&memory, candidates, floor, filters, &law, entropy)) {
+      narrow_candidates(&memory, candidates, floor, filters, &law, entropy, shortlist)) {
+    const bool few = candidates.count <= kThreads;
+    if (shortlist != nullptr && few && threadIdx.x == 0) shortlist->count = candidates.count;
     return law;
   }
   law = unfiltered;

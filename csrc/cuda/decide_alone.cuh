@@ -1,10 +1,9 @@
 // The decision where no residual's mass decides: a block a request, which waits for nobody. So it
 // is under the rules that stop at their first failure, and under the block rule where drafts are
-// deterministic. Where no law of a draft is read it draws the last token, too.
+// deterministic. It draws the last token, too, where it can (draw_at_once.cuh).
 //
 // Grid: a block a request, chained to the scan or to the launch that finds cutoffs. Reads and
-// numerics: chain_nodes.cuh, and draw_at_once.cuh where it draws as well. Included by verify.cu
-// alone.
+// numerics: chain_nodes.cuh and draw_at_once.cuh. Included by verify.cu alone.
 #pragma once
 
 #include "draw_at_once.cuh"
@@ -82,18 +81,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
     if (d.goes_on) __syncthreads();  // the nodes are overwritten
   }
   if (kReads == Reads::kTokens && p.rule == Rule::kBlock) end_flow(p, r, d);
-  if constexpr (kReads != Reads::kLaws) {
+  constexpr bool kReadsDraftLaws = kReads == Reads::kLaws;
+  bool drawn = false;
+  if (!kReadsDraftLaws || s.finished) {
     __syncthreads();  // the clerk has decided
-    if (needs_draw(r.draw)) {
-      if (has_filter(r.target_filters)) {
-        draw_by_groups(s, &r);
-      } else {
-        draw_by_tiles(s, &r);
-      }
-      __syncthreads();
-    }
+    drawn = draw_at_once<kReadsDraftLaws>(p, s, r);
   }
-  if (threadIdx.x >= kThreads - kWarp) close_request<kReads>(p, s, r);
+  if (threadIdx.x >= kThreads - kWarp) close_request<kReads>(p, s, r, drawn);
 }
 
 }  // namespace

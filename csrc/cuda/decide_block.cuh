@@ -3,13 +3,14 @@
 //
 // Grid: some blocks a request. Every inflow follows from the probabilities of the draft's tokens,
 // so each block finds by itself which masses are asked for, and sums its share of their tiles; the
-// last block to arrive adds them up and flips the coins. Nobody waits for anybody.
+// last block to arrive adds them up and flips the coins. Nobody waits for anybody. That block finds
+// the masses by itself where the target's filters have left a shortlist, and draws the last token.
 //
 // Reads what chain_nodes.cuh says, in every block; both rows of each residual that is asked for
-// once. Writes 8 bytes a tile and mass. Included by verify.cu alone.
+// once, or what shortlist.cuh says. Writes 8 bytes a tile and mass. Included by verify.cu alone.
 #pragma once
 
-#include "chain_nodes.cuh"
+#include "draw_at_once.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -30,12 +31,20 @@ __device__ __attribute__((noinline)) double come_to(const VerifyParams& p, const
   return flow_through<Reads::kLaws>(r, base, nodes->data(), d);
 }
 
-// The nodes whose masses are asked for, a bit each; by every warp for itself.
-__device__ __forceinline__ unsigned asking_nodes(const ChainNode* nodes, int64_t base,
-                                                 double inflow, const Descent& d) {
+// The nodes whose masses are asked for, a bit each: of those whose target has a shortlist, and of
+// the others.
+struct AskingNodes {
+  unsigned listed, others;
+};
+
+// By every warp for itself.
+__device__ __forceinline__ AskingNodes asking_nodes(const Scratch& s, const Request& r,
+                                                    const ChainNode* nodes, int64_t base,
+                                                    double inflow, const Descent& d) {
   const int64_t i = base + threadIdx.x % kWarp;
   const bool asks = i < d.leaf && needs_mass(i, inflow, nodes[i - base].sampled);
-  return __ballot_sync(kAllLanes, asks);
+  const bool listed = asks && s.finished && s.shortlists[r.b * s.rows + i].count > 0;
+  return {__ballot_sync(kAllLanes, listed), __ballot_sync(kAllLanes, asks && !listed)};
 }
 
 // Sums this block's share of the tiles of all masses that are asked for: masses[k * s.tiles + t] of
@@ -60,19 +69,37 @@ __device__ __forceinline__ void sum_share(const Scratch& s, int32_t tiles, const
   }
 }
 
-// The mass of the lane's node where it is asked for, a warp a sum. Collective over the block.
-__device__ __forceinline__ double add_up_masses(const Scratch& s, int32_t tiles, unsigned asking,
+// The mass of the lane's node where it is asked for, a warp a sum. Those of `others` are summed
+// from their tiles'. Collective over the block.
+__device__ __forceinline__ double add_up_masses(const Scratch& s, const Request& r, int32_t tiles,
+                                                const ChainNode* nodes, int64_t base,
+                                                const AskingNodes& asking, double inflow,
                                                 const double* masses) {
   __shared__ double found[kNodesAtOnce];
+  __shared__ SharedArray<DrawTask, kWarps> tasks;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const bool is_mine = (asking >> threadIdx.x % kWarp & 1u) != 0;
-  for (int k = 0; asking != 0; ++k, asking &= asking - 1) {
+  const unsigned all = asking.listed | asking.others;
+  int k = 0;
+  for (unsigned left = all; left != 0; left &= left - 1, ++k) {
     if (k % kWarps != warp) continue;
-    const double mass = sum_tiles(masses + k * s.tiles, tiles);
-    if (threadIdx.x % kWarp == 0) found[lowest_lane(asking)] = mass;
+    const int lane = lowest_lane(left);
+    const double flows_in = __shfl_sync(kAllLanes, inflow, lane);
+    double mass = 0.0;
+    if ((asking.listed >> lane & 1u) != 0) {
+      if (threadIdx.x % kWarp == 0) {
+        tasks[warp] = block_residual(flows_in, nodes[lane].target, nodes[lane].draft);
+      }
+      __syncwarp();
+      mass = residual_mass(s.shortlists[r.b * s.rows + base + lane], tasks[warp]);
+    } else {
+      const int before = __popc(asking.others & ((1u << lane) - 1));
+      mass = sum_tiles(masses + before * s.tiles, tiles);
+    }
+    if (threadIdx.x % kWarp == 0) found[lane] = mass;
   }
   __syncthreads();
-  return is_mine ? found[threadIdx.x % kWarp] : 0.0;
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  return (all >> lane & 1u) != 0 ? found[lane] : 0.0;
 }
 
 template <Elements kElements>
@@ -93,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   do {
     const int64_t base = d.leaf;
     inflow = come_to(p, s, r, base, &nodes, &d);
-    const unsigned asking = asking_nodes(nodes.data(), base, inflow, d);
+    const unsigned asking = asking_nodes(s, r, nodes.data(), base, inflow, d).others;
     sum_share<kElements>(s, tiles, nodes.data(), asking, inflow, unit, splits,
                          masses + sums * s.tiles);
     sums += __popc(asking);
@@ -105,14 +132,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   sums = 0;
   for (int64_t base = 0;; base = d.leaf) {
     if (again) inflow = come_to(p, s, r, base, &nodes, &d);
-    const unsigned asking = asking_nodes(nodes.data(), base, inflow, d);
-    const double mass = add_up_masses(s, tiles, asking, masses + sums * s.tiles);
-    sums += __popc(asking);
+    const AskingNodes asking = asking_nodes(s, r, nodes.data(), base, inflow, d);
+    const double mass =
+        add_up_masses(s, r, tiles, nodes.data(), base, asking, inflow, masses + sums * s.tiles);
+    sums += __popc(asking.others);
     flip_coins<Reads::kLaws>(p, &r, base, &nodes, inflow, mass, &d);
     if (!d.goes_on) break;
   }
   end_flow(p, r, d);
-  if (threadIdx.x >= kThreads - kWarp) close_request<Reads::kLaws>(p, s, r);
+  bool drawn = false;
+  if (s.finished) {
+    __syncthreads();  // the clerk has decided
+    drawn = draw_at_once<true>(p, s, r);
+  }
+  if (threadIdx.x >= kThreads - kWarp) close_request<Reads::kLaws>(p, s, r, drawn);
 }
 
 }  // namespace

@@ -1,13 +1,14 @@
-// The draw of a chain's last token by the block that has decided, where it comes from the target's
-// law, or from what that law is without the token that was rejected: no row is read again.
+// The draw of a chain's last token by the block that has decided: no row is read again.
 //
-// Without a filter, what the scan left of each tile says how probable the tile is: a tile is drawn
-// by those sums, then an entry by the weights of its tile. Reads 32 bytes a tile, and 2 or 4 bytes
-// an entry of the drawn tile, and of the tile with the rejected token. With a filter, the maxima of
-// groups say where kept entries are, and those groups are read: 4 bytes a group, and as a rule one
-// group for each kept entry. Numerics: integers all the way (core/fixed_point.h), 2^-40 of the
-// row's largest weight, or within a tile of the tile's; as the sums of tiles are those of float32,
-// entries' probabilities are theirs up to some 1e-7. Included by verify.cu alone.
+// With filters, the few entries that a row keeps are listed (shortlist.cuh). Else what is drawn
+// from is the target's law, or what that law is without the token that was rejected. Without a
+// filter, what the scan left of each tile says how probable the tile is: a tile is drawn by those
+// sums, then an entry by the weights of its tile. Reads 32 bytes a tile, and 2 or 4 bytes an entry
+// of the drawn tile, and of the tile with the rejected token. Where too many entries are kept for a
+// list, the maxima of groups say where they are, and those groups are read: 4 bytes a group, and as
+// a rule one group for each kept entry. Numerics: integers all the way (core/fixed_point.h), 2^-40
+// of the row's largest weight, or within a tile of the tile's; as the sums of tiles are those of
+// float32, entries' probabilities are theirs up to some 1e-7. Included by verify.cu alone.
 #pragma once
 
 #include "chain_nodes.cuh"
@@ -35,8 +36,9 @@ struct TileMasses {
   }
 };
 
-// A thread's entries of a tile, as integers, and their place among those of the block.
+// A thread's entries of a tile, their weights as integers, and these' place among the block's.
 struct TileWeightsOfThread {
+  float logits[kPerThread];
   uint64_t weights[kPerThread];
   uint64_t before;
   uint64_t sum;
@@ -50,7 +52,7 @@ __device__ __forceinline__ TileWeightsOfThread weigh_tile(const Row& row, const 
                                                           int64_t excluded) {
   TileWeightsOfThread found;
   RawTile raw;
-  float x[kPerThread];
+  float* x = found.logits;
   load_tile<Layout::kBlocked>(row, tile, &raw);
   widen_tile<Layout::kBlocked>(row, tile, raw, x);
   exclude<Layout::kBlocked>(row, tile, excluded, x);
@@ -72,16 +74,22 @@ __device__ __forceinline__ uint64_t scaled(uint64_t threshold, uint64_t sum, uin
   return place < total ? place : total - 1;
 }
 
-// The first of a thread's entries whose inclusive prefix sum passes the threshold; there is one.
+// The first of a thread's entries, which begin at `first`, whose inclusive prefix sum passes the
+// threshold; there is one.
 template <int kEntries>
-__device__ __forceinline__ int64_t passing_entry(int64_t first, const uint64_t (&weights)[kEntries],
-                                                 uint64_t prefix, uint64_t threshold) {
+__device__ __forceinline__ Drawn passing_entry(int64_t first, const float (&logits)[kEntries],
+                                               const uint64_t (&weights)[kEntries], uint64_t prefix,
+                                               uint64_t threshold) {
+  int32_t passed = 0;
+  float logit = logits[0];
 #pragma unroll
-  for (int j = 0; j < kEntries; ++j) {
+  for (int j = 0; j < kEntries - 1; ++j) {
     prefix += weights[j];
-    first += prefix <= threshold;
+    const bool passes = prefix <= threshold;
+    passed += passes;
+    logit = passes ? logits[j + 1] : logit;
   }
-  return first;
+  return {first + passed, logit};
 }
 
 // The token that a draw leaves out, -1 if there is none.
@@ -89,15 +97,16 @@ __device__ __forceinline__ int64_t excluded_of(const DrawTask& task) {
   return task.residual && task.excluded < task.target.vocab ? task.excluded : -1;
 }
 
-// Both functions below set the token of a request that needs a draw. Collective over the block; all
-// threads see the request, and the token when they meet again.
+// Both functions below draw for a request that needs it. True in the one thread that then has what
+// is drawn; in none where somebody changes the logits meanwhile. Collective over the block, whose
+// threads see the request.
 
 // Of a row without a filter.
-__device__ __forceinline__ void draw_by_tiles(const Scratch& s, Request* r) {
+__device__ __forceinline__ bool draw_by_tiles(const Scratch& s, const Request& r, Drawn* drawn) {
   constexpr int kTilesHeld = 2;
-  DrawTask& task = r->draw;
+  const DrawTask& task = r.draw;
   const Row& row = task.target;
-  const TileSummary* tiles = s.summaries + (r->b * s.rows + r->accepted) * s.tiles;
+  const TileSummary* tiles = s.summaries + (r.b * s.rows + r.accepted) * s.tiles;
   const int64_t n = num_tiles(row.vocab);
   int64_t excluded = excluded_of(task);
   TileMasses masses{tiles, task.target_law, -1, 0.0};
@@ -119,18 +128,18 @@ __device__ __forceinline__ void draw_by_tiles(const Scratch& s, Request* r) {
       continue;
     }
     const uint64_t threshold = scaled(place.threshold, masses(place.index), found.total);
-    if (found.before > threshold || threshold - found.before >= found.sum) return;
+    if (found.before > threshold || threshold - found.before >= found.sum) return false;
     const int64_t first = place.index * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread;
-    task.token = passing_entry(first, found.weights, found.before, threshold);
-    return;
+    *drawn = passing_entry(first, found.logits, found.weights, found.before, threshold);
+    return true;
   }
 }
 
 // A lane's entries of one of two groups that a warp reads side by side, weighed; a group that is
 // not there has none.
 __device__ __forceinline__ void weigh_vector(const Row& row, const ExpWeight& weight, bool is_there,
-                                             int64_t first, int64_t excluded, uint64_t* weights) {
-  float x[kVector];
+                                             int64_t first, int64_t excluded, float* x,
+                                             uint64_t* weights) {
 #pragma unroll
   for (int j = 0; j < kVector; ++j) x[j] = -INFINITY;
   if (is_there) {
@@ -181,13 +190,13 @@ struct GroupBits {
 
 // Of a row with a filter, whose law is found: a warp takes some groups that follow each other, all
 // of them to add them up, and once more to find the entry, if the draw falls there.
-__device__ __forceinline__ void draw_by_groups(const Scratch& s, Request* r) {
+__device__ __forceinline__ bool draw_by_groups(const Scratch& s, const Request& r, Drawn* drawn) {
   constexpr int kLanes = kGroup / kVector;  // that hold a group
   static_assert(2 * kLanes == kWarp, "a warp reads two groups");
   __shared__ uint64_t of_warp[kWarps];
-  DrawTask& task = r->draw;
+  const DrawTask& task = r.draw;
   const Row& row = task.target;
-  const float* group_max = s.group_max + (r->b * s.rows + r->accepted) * s.groups;
+  const float* group_max = s.group_max + (r.b * s.rows + r.accepted) * s.groups;
   const ExpWeight weight(task.target_law);
   const int32_t lane = static_cast<int32_t>(threadIdx.x % kWarp);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarp;
@@ -204,8 +213,9 @@ __device__ __forceinline__ void draw_by_groups(const Scratch& s, Request* r) {
         if (one < 0) break;
         const int32_t group = lane < kLanes ? one : other;
         const int64_t first = (base + group) * kGroup + lane % kLanes * kVector;
+        float logits[kVector];
         uint64_t weights[kVector], sum = 0;
-        weigh_vector(row, weight, group >= 0, first, excluded, weights);
+        weigh_vector(row, weight, group >= 0, first, excluded, logits, weights);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) sum += weights[j];
         mine += sum;
@@ -214,12 +224,12 @@ __device__ __forceinline__ void draw_by_groups(const Scratch& s, Request* r) {
         const uint64_t prefix = before + warp_exclusive_sum(sum, &total);
         before += total;
         if (threshold >= before) continue;
-        if (prefix > threshold || threshold - prefix >= sum) return;
-        task.token = passing_entry(first, weights, prefix, threshold);
-        return;
+        if (prefix > threshold || threshold - prefix >= sum) return false;
+        *drawn = passing_entry(first, logits, weights, prefix, threshold);
+        return true;
       }
     }
-    if (finds) return;
+    if (finds) return false;
     const uint64_t sum = warp_sum(mine);
     if (lane == 0) of_warp[warp] = sum;
     __syncthreads();
@@ -234,10 +244,32 @@ __device__ __forceinline__ void draw_by_groups(const Scratch& s, Request* r) {
       continue;
     }
     threshold = draw_threshold(task.u, total);
-    if (before > threshold || threshold - before >= sum) return;
+    if (before > threshold || threshold - before >= sum) return false;
     threshold -= before;
     finds = true;
   }
+}
+
+// Draws a request's last token, and writes it, where what earlier launches have left of its row is
+// enough: wherever no draft's law is read, else where the row has a shortlist. Whether it is;
+// collective over the block, whose threads have met since the decision.
+template <bool kReadsDraftLaws>
+__device__ __forceinline__ bool draw_at_once(const VerifyParams& p, const Scratch& s,
+                                             const Request& r) {
+  if (!needs_draw(r.draw)) return false;
+  const bool filters = has_filter(r.target_filters);
+  ListedDraw draw =
+      draw_if_listed(filters ? s.shortlists + r.b * s.rows + r.accepted : nullptr, r.draw);
+  if (!draw.listed) {
+    if constexpr (kReadsDraftLaws) return false;
+    draw.is_mine = filters ? draw_by_groups(s, r, &draw.drawn) : draw_by_tiles(s, r, &draw.drawn);
+    draw.log_z = log(r.draw.target_law.z);
+  }
+  if (draw.is_mine) {
+    write_extra_token(p, r.b, r.accepted, draw.drawn.token,
+                      law_log_probability(r.draw.target_law, draw.drawn.logit, draw.log_z));
+  }
+  return true;
 }
 
 }  // namespace

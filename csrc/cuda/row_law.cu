@@ -43,9 +43,9 @@ void row_law(const RowLawParams& p, const Gpu& gpu) {
   Workspace workspace;
   const int64_t tiles = num_tiles(p.logits.vocab);
   const bool filters = has_filter_arrays(p.sampling);
-  const LawReservation reserved = reserve_laws(&workspace, p.rows, tiles, filters);
+  const LawReservation reserved = reserve_laws(&workspace, p.rows, tiles, {filters});
   workspace.allocate(gpu);
-  const LawScratch s = laws_at(workspace, reserved, p.rows, tiles, filters);
+  const LawScratch s = laws_at(workspace, reserved, p.rows, tiles, {filters});
   launch_scan(gpu, Rows{p}, s, true);
   const auto kernel = p.mask.words != nullptr ? write_laws<true> : write_laws<false>;
   launch(gpu, "write_laws", kernel, p.rows, Rows{p}, s);

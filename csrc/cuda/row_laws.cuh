@@ -18,35 +18,56 @@ struct LawScratch {
   int64_t tiles = 0;
   TileSummary* summaries = nullptr;  // [count, tiles]
   float* group_max = nullptr;        // [count, tiles, kTileGroups], with filters
+  Shortlist* shortlists = nullptr;   // [count], with filters, if anybody draws from the rows
   RowLaw* laws = nullptr;            // [count], if finished
   uint32_t* counters = nullptr;  // [count], all 0 after scan_rows; before it, too, if it combines
 
   // Whether scan_rows finds the laws: filters take a launch of their own.
   __host__ __device__ bool combines() const { return laws != nullptr && group_max == nullptr; }
+
+  // Of row r; null: there are none.
+  __device__ __forceinline__ Shortlist* shortlist(int64_t r) const {
+    return shortlists != nullptr ? shortlists + r : nullptr;
+  }
+  __device__ __forceinline__ bool is_listed(int64_t r) const {
+    return shortlists != nullptr && shortlists[r].count > 0;
+  }
+};
+
+// What an operator asks for.
+struct LawsAsked {
+  bool filters;           // some row may have one
+  bool finished = false;  // the laws, even without filters
+  bool listed = false;    // shortlists, with filters
 };
 
 struct LawReservation {
   Reserved<TileSummary> summaries;
   Reserved<float> group_max;
+  Reserved<Shortlist> shortlists;
   Reserved<RowLaw> laws;
   Reserved<uint32_t> counters;
 };
 
-// `finished`: the laws are asked for in any case, else only with filters.
-LawReservation reserve_laws(Workspace* workspace, int64_t count, int64_t tiles, bool filters,
-                            bool finished = false) {
+LawReservation reserve_laws(Workspace* workspace, int64_t count, int64_t tiles,
+                            const LawsAsked& asked) {
   return {workspace->reserve<TileSummary>(count * tiles),
-          workspace->reserve<float>(filters ? count * tiles * kTileGroups : 0),
-          workspace->reserve<RowLaw>(filters || finished ? count : 0),
+          workspace->reserve<float>(asked.filters ? count * tiles * kTileGroups : 0),
+          workspace->reserve<Shortlist>(asked.filters && asked.listed ? count : 0),
+          workspace->reserve<RowLaw>(asked.filters || asked.finished ? count : 0),
           workspace->reserve<uint32_t>(count)};
 }
 
 LawScratch laws_at(const Workspace& workspace, const LawReservation& reserved, int64_t count,
-                   int64_t tiles, bool filters, bool finished = false) {
-  LawScratch s{count,   tiles,   workspace.at(reserved.summaries),
-               nullptr, nullptr, workspace.at(reserved.counters)};
-  if (filters) s.group_max = workspace.at(reserved.group_max);
-  if (filters || finished) s.laws = workspace.at(reserved.laws);
+                   int64_t tiles, const LawsAsked& asked) {
+  LawScratch s;
+  s.count = count;
+  s.tiles = tiles;
+  s.summaries = workspace.at(reserved.summaries);
+  s.counters = workspace.at(reserved.counters);
+  if (asked.filters) s.group_max = workspace.at(reserved.group_max);
+  if (asked.filters && asked.listed) s.shortlists = workspace.at(reserved.shortlists);
+  if (asked.filters || asked.finished) s.laws = workspace.at(reserved.laws);
   return s;
 }
 
@@ -105,8 +126,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   const int64_t r = blockIdx.x;
   const RowTask& task = task_of_block(rows, r);
   double unused = 0.0;
-  const RowLaw law = finish_law<kMasked>(task.row, task.filters, false, ExtraTask{},
-                                         s.summaries + r * s.tiles, group_max_of(s, r), &unused);
+  const RowLaw law =
+      finish_law<kMasked>(task.row, task.filters, false, ExtraTask{}, s.summaries + r * s.tiles,
+                          group_max_of(s, r), &unused, s.shortlist(r));
   if (threadIdx.x == 0) s.laws[r] = law;
 }
 

@@ -3,7 +3,8 @@
 // Launches: scan_rows (scan.cuh); with filters a block a row for the cutoffs (cutoff.cuh); the
 // draw, where the blocks of a row sum its tiles in integers and the last one searches (draw.cuh),
 // or the race (race.cuh). Reads 2 or 4 bytes per vocabulary entry, twice (the second time from L2
-// as a rule), and what a mask costs (tile.cuh); writes 12 bytes a row. A reduced vocabulary takes
+// as a rule; once if filters keep few entries, shortlist.cuh), and what a mask costs (tile.cuh);
+// writes 12 bytes a row. A reduced vocabulary takes
 // two launches more (token_map.cuh).
 #include "../core/philox.h"
 #include "kernels.h"
@@ -60,12 +61,21 @@ __device__ void open_draw(const Rows& rows, const LawScratch& s, int64_t b, Draw
   __syncthreads();
 }
 
+// By one thread.
+__device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& draw,
+                            const Drawn& drawn, double log_z) {
+  p.tokens[b] = token_of_entry(draw.target, drawn.token);
+  p.logprobs[b] = static_cast<float>(law_log_probability(draw.target_law, drawn.logit, log_z));
+}
+
 // By one thread. An entry of -1: nothing could be drawn.
 __device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& draw) {
-  p.tokens[b] = draw.token < 0 ? -1 : token_of_entry(draw.target, draw.token);
-  p.logprobs[b] = draw.token < 0 ? NAN
-                                 : static_cast<float>(law_log_probability(
-                                       draw.target_law, row_value(draw.target, draw.token)));
+  if (draw.token >= 0) {
+    const float logit = row_value(draw.target, draw.token);
+    return write_token(p, b, draw, {draw.token, logit}, log(draw.target_law.z));
+  }
+  p.tokens[b] = -1;
+  p.logprobs[b] = NAN;
 }
 
 // Grid: (row, split).
@@ -79,6 +89,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   DrawTask& task = draw_memory[0];
   bool writes = split == 0;
   if (needs_draw(task)) {
+    const ListedDraw listed = draw_if_listed(s.shortlist(b), task);
+    if (listed.listed) {
+      if (split == 0 && listed.is_mine) write_token(rows.p, b, task, listed.drawn, listed.log_z);
+      return;
+    }
     writes = draw<kElements, false, false>(&task, tile_sums + b * s.tiles, s.counters + b, split,
                                            splits);
   }
@@ -125,14 +140,15 @@ void sample(const SampleParams& given, const Gpu& gpu) {
   Workspace workspace;
   const int64_t tiles = num_tiles(p.logits.vocab);
   const bool filters = has_filter_arrays(p.sampling);
-  const LawReservation reserved = reserve_laws(&workspace, p.batch, tiles, filters);
+  const LawsAsked asked{filters, false, !is_race(p)};
+  const LawReservation reserved = reserve_laws(&workspace, p.batch, tiles, asked);
   const int64_t splits = splits_for(gpu, p.batch, tiles);
   const auto tile_sums = workspace.reserve<uint64_t>(is_race(p) ? 0 : p.batch * tiles);
   const auto found = workspace.reserve<Runner>(is_race(p) ? p.batch * splits : 0);
   const MapReservation map = reserve_map(&workspace, p.map, false);
   workspace.allocate(gpu);
   launch_map(gpu, workspace, map, &p.map);
-  const LawScratch s = laws_at(workspace, reserved, p.batch, tiles, filters);
+  const LawScratch s = laws_at(workspace, reserved, p.batch, tiles, asked);
   launch_laws(gpu, Rows{p}, s);
   if (is_race(p)) {
     launch(gpu, "race_tokens", race_tokens, p.batch * splits, Rows{p}, s, workspace.at(found),

@@ -32,6 +32,7 @@ struct TreeScratch {
   NodeVisit* visits = nullptr;     // [visiting blocks, N], of large trees
   TreeMemory own;                  // [visiting blocks], likewise
   uint8_t* wants_draft = nullptr;  // [B, N], with a draft law: whether a child asks for it
+  int32_t* ends = nullptr;         // [B], the nodes from whose laws last tokens are drawn
   int64_t* winners = nullptr;      // [B, N], with races
   Runner* runners = nullptr;       // [B, N, tiles], with races
   uint64_t* tile_sums = nullptr;   // [B, tiles]

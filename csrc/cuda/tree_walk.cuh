@@ -1,9 +1,10 @@
 // The recursion over the nodes of a tree, by each block of the request's team (team.cuh).
 //
-// Under traversal several nodes wait for their sums at once, and a warp takes each of them on (its
-// lanes would go different ways): what a node's visit writes belongs to the node or its children,
-// so warps do not meet. A stepwise rule waits for one sum at a time. When no node waits any more,
-// all threads end the request.
+// A mass is asked of the team, or found by each block for itself where the target's filters have
+// left a shortlist. Under traversal several nodes wait for their sums at once, and a warp takes
+// each of them on (its lanes would go different ways): what a node's visit writes belongs to the
+// node or its children, so warps do not meet. A stepwise rule waits for one sum at a time. When no
+// node waits any more, all threads end the request.
 //
 // Each block has its own copy of what changes, in shared memory if a tree has at most
 // kNodesInShared nodes. All blocks of a team write the same outputs. Included by verify_tree.cu
@@ -24,9 +25,9 @@ struct TreeLedger {
   Tree tree;
   int32_t sums;                // of this round
   int16_t nodes[kSumsAtOnce];  // whose sums they are
-  DrawTask task;
-  LawRow target, draft;      // of its node
-  Pending waits[kMaxNodes];  // what a node waits for; kNothing: it does not wait
+  DrawTask tasks[kWarps];      // the team's is the first one
+  LawRow target, draft;        // of its node
+  Pending waits[kMaxNodes];    // what a node waits for; kNothing: it does not wait
   // Of small trees:
   NodeVisit visits[kNodesInShared];
   int32_t links[TreeMemory::kLinks * kNodesInShared];
@@ -58,15 +59,21 @@ class TreeWalk {
   }
 
   __device__ __forceinline__ int32_t next(const double* masses, bool first) {
-    if (threadIdx.x % kWarp == 0) {
-      const int32_t sums = first ? 1 : ledger_.sums;
+    int32_t sums = first ? 1 : ledger_.sums;
+#pragma unroll 1
+    for (bool listed = false;; first = false, listed = true) {
       for (int32_t k = threadIdx.x / kWarp; k < sums; k += kWarps) {
         const int64_t v = first ? 0 : ledger_.nodes[k];
-        if (!first) take_mass_of(k, v, masses);
+        const double mass = first ? 0.0 : listed ? listed_mass(v) : masses[k];
+        if (threadIdx.x % kWarp != 0) continue;
+        if (!first) take_mass_of(v, mass);
         take_on(v);
       }
+      sums = s_.laws.shortlists != nullptr ? ask(true) : 0;
+      if (sums == 0) break;
     }
-    return ask();
+    sums = ask(false);
+    return sums > 0 ? sums : end();
   }
 
   __device__ int64_t tiles(int32_t k) const {
@@ -82,11 +89,11 @@ class TreeWalk {
     if (threadIdx.x == kThreads / 2) ledger_.draft = nodes_.draft(v);
     __syncthreads();
     if (threadIdx.x == 0) {
-      ledger_.task =
+      ledger_.tasks[0] =
           pending_sum(ledger_.tree, visits[v], ledger_.waits[v], ledger_.target, ledger_.draft);
     }
     __syncthreads();
-    return ledger_.task;
+    return ledger_.tasks[0];
   }
 
   // ---- for flow_down ---
@@ -148,11 +155,11 @@ class TreeWalk {
 
   // ---- going on, a thread a node ---
 
-  __device__ void take_mass_of(int32_t k, int64_t v, const double* masses) {
+  __device__ void take_mass_of(int64_t v, double mass) {
     if (ledger_.waits[v] == Pending::kMass) {
-      take_mass(ledger_.tree, masses[k], &visits[v]);
+      take_mass(ledger_.tree, mass, &visits[v]);
     } else {
-      visits[v].rest_mass = masses[k];
+      visits[v].rest_mass = mass;
     }
     ledger_.waits[v] = Pending::kNothing;
   }
@@ -184,17 +191,36 @@ class TreeWalk {
 
   // ---- asking for sums ---
 
-  // Those that nodes wait for, in their order, as many as a round takes; or the end of the request.
-  __device__ int32_t ask() {
+  // Lists those that nodes wait for, in their order, as many as a round takes: those that this
+  // block finds by itself (`listed`), or any. Gives their number.
+  __device__ int32_t ask(bool listed) {
     __syncthreads();
     if (threadIdx.x < kWarp) {
       list_sums(
           0, static_cast<int32_t>(ledger_.tree.count),
-          [&](int32_t v) { return ledger_.waits[v] != Pending::kNothing; }, ledger_.nodes,
-          &ledger_.sums);
+          [&](int32_t v) {
+            const Pending wait = ledger_.waits[v];
+            return listed ? wait == Pending::kMass && s_.laws.is_listed(row_of(v))
+                          : wait != Pending::kNothing;
+          },
+          ledger_.nodes, &ledger_.sums);
     }
     __syncthreads();
-    return ledger_.sums > 0 ? ledger_.sums : end();
+    return ledger_.sums;
+  }
+
+  // Of a node's target among all rows.
+  __device__ int64_t row_of(int64_t v) const { return nodes_.b * s_.rows + v; }
+
+  // The mass that a node waits for, by its target's shortlist. By a full warp.
+  __device__ double listed_mass(int64_t v) {
+    DrawTask& task = ledger_.tasks[threadIdx.x / kWarp];
+    if (threadIdx.x % kWarp == 0) {
+      task =
+          pending_sum(ledger_.tree, visits[v], Pending::kMass, nodes_.target(v), nodes_.draft(v));
+    }
+    __syncwarp();
+    return residual_mass(s_.laws.shortlists[row_of(v)], task);
   }
 
   // ---- the end ---
@@ -216,6 +242,7 @@ class TreeWalk {
     if (threadIdx.x == 0) {
       const int64_t winner = find_winner(tree);
       finish_tree(tree, visits[winner], nodes_.target(winner), nodes_.draft(winner), &r);
+      s_.ends[nodes_.b] = static_cast<int32_t>(winner);
     }
     __syncthreads();
     if (threadIdx.x == 0) {

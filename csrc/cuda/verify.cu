@@ -2,22 +2,22 @@
 //
 // Launches, each over all requests at once and all on the caller's stream:
 //   laws     maximum and sum of exponentials of all tiles of target and draft rows (scan.cuh)
-//   finish   (filters) a block a row: cutoffs; the rows' laws
+//   finish   (filters) a block a row: cutoffs; the rows' laws; what few entries they keep
 //   race     (coupled rule) a block takes some tiles of a target row; a row's last block compares
 //   decide   a block a request (decide_alone.cuh); some where masses of residuals decide
 //            (decide_block.cuh)
 //   draw     (where a draft's law is read) integer sums of the final law, tile by tile; a request's
-//            last block searches. Elsewhere `decide` draws (draw_at_once.cuh)
+//            last block searches. Where it can, `decide` has drawn (draw_at_once.cuh)
 // so 2 or 3 for any rule without filters, and 1 more with them. raw_logprobs adds 2, a reduced
 // draft vocabulary 2 that come first (token_map.cuh), and lists of a draft's tokens 1 that comes
 // first and 1 after `laws` (token_lists.cuh).
 //
 // Reads 2 or 4 bytes per entry of each target and draft row; again both rows of the residuals of
-// undecided nodes, and of the final residual; or each target row again for a race; and what masks
-// and reduced vocabularies cost (tile.cuh). Unlike the CPU's, a stepwise rule reads the rows after
-// its first failure too: waiting for the decision would leave the chip idle. Writes O(rows x
-// tiles). Numerics: core/; float sums in fixed tiles combined in tile order, so that neither splits
-// nor the batch change a bit.
+// undecided nodes, and of the final residual, unless few entries are kept (shortlist.cuh); or each
+// target row again for a race; and what masks and reduced vocabularies cost (tile.cuh). Unlike the
+// CPU's, a stepwise rule reads the rows after its first failure too: waiting for the decision would
+// leave the chip idle. Writes O(rows x tiles). Numerics: core/; float sums in fixed tiles combined
+// in tile order, so that neither splits nor the batch change a bit.
 #include "cutoff.cuh"
 #include "decide_alone.cuh"
 #include "decide_block.cuh"
@@ -87,8 +87,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   wait_for_launch_before();
   const float* group_max = s.group_max != nullptr ? s.group_max + row * s.groups : nullptr;
   double extra = 0.0;
-  const RowLaw law = finish_law<kMasked>(task.row, task.filters, false, task.extra,
-                                         s.summaries + row * s.tiles, group_max, &extra);
+  const RowLaw law =
+      finish_law<kMasked>(task.row, task.filters, false, task.extra, s.summaries + row * s.tiles,
+                          group_max, &extra, s.shortlists + row);
   if (threadIdx.x == 0) {
     s.laws[row] = law;
     s.extras[row] = extra;
@@ -211,6 +212,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
   const auto laws = workspace->reserve<RowLaw>(filters ? rows : 0);
   const auto extras = workspace->reserve<double>(filters || s.races ? rows : 0);
+  const auto shortlists = workspace->reserve<Shortlist>(filters ? rows : 0);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
   const auto requests = workspace->reserve<Request>(s.draws ? p.batch : 0);
   const auto part_sums = workspace->reserve<uint64_t>(s.draws ? p.batch * s.tiles * kWarps : 0);
@@ -221,6 +223,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.group_max = filters ? workspace->at(group_max) : nullptr;
   s.laws = workspace->at(laws);
   s.extras = workspace->at(extras);
+  s.shortlists = workspace->at(shortlists);
   s.runners = workspace->at(runners);
   s.requests = workspace->at(requests);
   s.part_sums = workspace->at(part_sums);

@@ -9,7 +9,7 @@
 //   visit   the recursion: teams of blocks add up residual masses (team.cuh), and each block takes
 //           its request from node to node (tree_walk.cuh)
 //   draw    (but for the coupled rule) integer sums of the final law; a request's last block
-//           searches
+//           searches, unless the row's few entries are listed (shortlist.cuh)
 // so 4, whatever the tree, and 5 with filters. raw_logprobs adds 2, a reduced draft vocabulary 2
 // that come first (token_map.cuh), and lists of a draft's tokens 1 that comes first and 1 after
 // `scan` (token_lists.cuh).
@@ -19,11 +19,12 @@
 // other are in one round.
 //
 // Reads 2 or 4 bytes per entry of each row that is asked for, again both rows of a node for each
-// sum, and the final law's rows; and what masks and reduced vocabularies cost (tile.cuh).
-// Unlike the CPU's, stepwise rules (all but traversal) read the rows off their path too: waiting
-// for a decision would leave the chip idle. Writes O(rows x tiles), and for trees of more than
-// kNodesInShared nodes some 200 bytes a node and visiting block. Numerics: as verify.cu; sums in
-// tile order, so that it does not matter which block does what, or when.
+// sum, and the final law's rows, unless filters keep few entries (shortlist.cuh); and what masks
+// and reduced vocabularies cost (tile.cuh). Unlike the CPU's, stepwise rules (all but traversal)
+// read the rows off their path too: waiting for a decision would leave the chip idle. Writes O(rows
+// x tiles), and for trees of more than kNodesInShared nodes some 200 bytes a node and visiting
+// block. Numerics: as verify.cu; sums in tile order, so that it does not matter which block does
+// what, or when.
 #include "kernels.h"
 #include "tree_walk.cuh"
 #if SPECDEC_LISTS
@@ -113,6 +114,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   copy_by_block(request.data(), s.results[b]);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
+  const ListedDraw listed = draw_if_listed(s.laws.shortlist(b * s.rows + s.ends[b]), task);
+  if (listed.listed) {
+    if (unit.split == 0 && listed.is_mine) {
+      write_tree_token(p, b, request[0].accepted, listed.drawn.token,
+                       law_log_probability(task.target_law, listed.drawn.logit, listed.log_z));
+    }
+    return;
+  }
   const bool last = draw<kElements, true>(&task, s.tile_sums + b * s.tiles,
                                           s.laws.counters + b * s.rows, unit.split, splits);
   if (last && threadIdx.x == 0) write_tree_token(p, b, request[0].accepted, task);
@@ -172,7 +181,8 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   const int64_t nodes = p.batch * p.nodes;
   s.rows = has_draft ? 2 * p.nodes : p.nodes;
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
-  const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, filters, true);
+  const LawsAsked asked{filters, true, !races};
+  const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, asked);
   // Without a law of the draft no child is drawn from one.
   s.teams = {p.batch, has_draft ? 2 * p.nodes : 0, s.tiles};
   const int64_t own_nodes = is_small(p) ? 0 : visiting_blocks(gpu, p, s.teams) * p.nodes;
@@ -183,12 +193,13 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   const auto results = workspace->reserve<Request>(p.batch);
   const auto visits = workspace->reserve<NodeVisit>(own_nodes);
   const auto wants_draft = workspace->reserve<uint8_t>(has_draft ? nodes : 0);
+  const auto ends = workspace->reserve<int32_t>(p.batch);
   const auto winners = workspace->reserve<int64_t>(races ? nodes : 0);
   const auto runners = workspace->reserve<Runner>(races ? nodes * s.tiles : 0);
   const auto tile_sums = workspace->reserve<uint64_t>(p.batch * s.tiles);
   const auto teams = reserve_teams(workspace, s.teams);
   workspace->allocate(gpu);
-  s.laws = laws_at(*workspace, laws, p.batch * s.rows, s.tiles, filters, true);
+  s.laws = laws_at(*workspace, laws, p.batch * s.rows, s.tiles, asked);
   s.memory = memory_at(*workspace, memory);
   s.own = memory_at(*workspace, own);
   s.trees = workspace->at(trees);
@@ -196,6 +207,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   s.results = workspace->at(results);
   s.visits = workspace->at(visits);
   s.wants_draft = has_draft ? workspace->at(wants_draft) : nullptr;
+  s.ends = workspace->at(ends);
   s.winners = races ? workspace->at(winners) : nullptr;
   s.runners = workspace->at(runners);
   s.tile_sums = workspace->at(tile_sums);

@@ -384,8 +384,8 @@ def test_values_of_the_switch():
 
 
 ONLY_ON_THE_HOST = {
-    # A block does these with its threads side by side (chain.cuh, chain_nodes.cuh, cutoff.cuh,
-    # tile.cuh, tree.cuh).
+    # A block does these with its threads side by side (chain.cuh, chain_nodes.cuh,
+    # selection.cuh, tile.cuh, tree.cuh).
     *("node_facts", "block_step", "open_request", "radix_descend", "tile_groups", "tree_size"),
     *("open_tree", "link_children", "has_valid_kinds", "find_reachable"),
     # The same of offers (beam_verify.cu), which are numbers there.

@@ -179,3 +179,55 @@ def test_draws_without_a_draft_law_sweep_a_long_row(operator, dtype, lead, rule,
         assert set((tokens // 4096).tolist()) == {0, 1, 2}
     assert bool((prefix[tokens] > u - 1e-5).all())
     assert bool((prefix[tokens - 1].where(tokens > 0, 0.0) <= u + 1e-5).all())
+
+
+def top_k_law(logits, k):
+    """Probabilities in float64 of what top-k keeps, ties with the k-th included."""
+    logits = logits.double()
+    return logits.masked_fill(logits < logits.topk(k).values[-1], -torch.inf).softmax(0)
+
+
+@pytest.mark.parametrize("draws", ["token", "block", "tree", "sample"])
+@pytest.mark.parametrize("kept", [2, 31, 33, 100, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_draws_of_filtered_rows_sweep_them_in_order(operator, dtype, kept, draws):
+    # A draw takes another way where no more entries are kept than a block has threads. The law is
+    # the residual of the filtered laws, all of whose draft tokens but one may be kept as well.
+    generator = torch.Generator().manual_seed(6)
+    vocab, rejected = 9001, 4500
+    target = torch.randn(vocab, generator=generator)
+    draft = target + torch.randn(vocab, generator=generator)
+    draft[rejected] += 9
+    target, draft = target.to(dtype), draft.to(dtype)
+    u = torch.linspace(0, 1 - 2.0**-53, 301, dtype=torch.float64)
+    n = len(u)
+    last = torch.full_like(u, 1 - 2.0**-53)
+    top_k = torch.full((n,), kept)
+    filters = dict(top_k=top_k, draft_top_k=top_k + 1)
+    rows = target.expand(n, 2, vocab), torch.full((n, 1), rejected), draft.expand(n, 1, vocab)
+    law = top_k_law(target, kept)
+    if draws == "sample":
+        tokens = operator.sample(rows[0][:, 0], u, top_k=top_k).tokens
+    elif draws == "tree":
+        ids = torch.tensor([0, rejected]).expand(n, 2)
+        parents, kinds = torch.tensor([-1, 0]).expand(n, 2), torch.tensor([0, 1]).expand(n, 2)
+        tree = dict(tokens=ids, parents=parents, kinds=kinds.to(torch.int8))
+        outcome = operator.verify_tree(
+            rows[0],
+            draft_logits=draft.expand(n, 2, vocab),
+            uniforms=torch.stack([last, u], 1),
+            **tree,
+            **filters,
+        )
+        tokens = outcome.tokens[:, 0]
+    else:
+        outcome = operator.verify(*rows, uniforms=torch.stack([last, u], 1), rule=draws, **filters)
+        tokens = outcome.tokens[:, 0]
+    if draws != "sample":
+        assert outcome.num_accepted.tolist() == [0] * n
+        law = (law - top_k_law(draft, kept + 1)).clamp(min=0)
+    prefix = (law / law.sum()).cumsum(0)
+    assert bool((tokens.diff() >= 0).all()) and bool((law[tokens] > 0).all())
+    assert bool((prefix[tokens] > u - 1e-5).all())
+    assert bool((prefix[tokens - 1].where(tokens > 0, 0.0) <= u + 1e-5).all())
+    assert len(set(tokens.tolist())) > min(kept, 100) / 4

@@ -54,14 +54,15 @@ def _chain(batch: int, drafter: str, rule: str, filters: str = "temperature") ->
     return make
 
 
-def _tree(batch: int, nodes: int) -> Any:
+def _tree(batch: int, nodes: int, **filters: float) -> Any:
     def make(vocab: int) -> Call:
         setting = tree_times.Setting(batch, nodes, "bfloat16", vocab)
         inputs = tree_times.make_inputs(setting, 1)
         rows = [inputs.target, inputs.draft]
         parents = set(inputs.parents[0].tolist()) - {-1}
         read = batch * (nodes + len(parents)) * vocab * 2
-        return Call("verify_tree", inputs.arguments("traversal"), rows, read)
+        given = {name: torch.full((batch,), value) for name, value in filters.items()}
+        return Call("verify_tree", inputs.arguments("traversal") | given, rows, read)
 
     return make
 
@@ -79,9 +80,16 @@ def _cases() -> list[Case]:
             make = _chain(batch, drafter, rule)
             budgeted = (batch, drafter) == (32, "deterministic")
             found.append(Case(name, CHAINS, goal, make, budgeted))
-    filters = _chain(32, "deterministic", "token", "top_k+top_p")
-    found.append(Case("B 32 deterministic, top-k + top-p, token", CHAINS, 34, filters))
+    for drafter, rule, goal in (
+        ("deterministic", "token", 34),
+        ("dense", "token", 70),
+        ("dense", "block", 70),
+    ):
+        name = f"B 32 {drafter}, top-k + top-p, {rule}"
+        found.append(Case(name, CHAINS, goal, _chain(32, drafter, rule, "top_k+top_p")))
     found.append(Case("tree N 64, B 8", TREES, 138, _tree(8, 64)))
+    filtered = _tree(8, 64, top_k=50, top_p=0.95)
+    found.append(Case("tree N 64, B 8, top-k + top-p", TREES, 148, filtered))
     return found
 
 
