@@ -4,7 +4,8 @@
 // entries can be: a filter's kept set lies above a floor that is found from them and from z, and
 // only groups that reach the floor are read again (4 bytes a group and, as a rule, one group for
 // each of k entries). As a rule no more entries reach it than the block has threads; then all of
-// them are compared with each other, once for all filters. Where more than 4,096 do (a large top-k,
+// them are compared with each other, once for all filters, and listed (shortlist.cuh) if anybody
+// draws from the row. Where more than 4,096 do (a large top-k,
 // a top-p of a nearly flat law), the row is read again instead, three times or more, from L2.
 //
 // Numerics: counts, and masses in 2^-40 fixed point, are exact; so neither the order in which
