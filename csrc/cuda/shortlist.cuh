@@ -88,28 +88,19 @@ struct ListedDraw {
 // its own. Collective over the block; all threads see the task.
 __device__ __forceinline__ ListedDraw draw_candidate(const Candidate& mine, int32_t count,
                                                      const DrawTask& task) {
-  __shared__ uint64_t of_warp[kWarps];
-  const int32_t thread = static_cast<int32_t>(threadIdx.x), warp = thread / kWarp;
+  const bool is_there = static_cast<int32_t>(threadIdx.x) < count;
   const double log_z = log(task.target_law.z);
 #pragma unroll 1
   for (bool residual = task.residual;; residual = false) {
-    const uint64_t weight = thread < count ? weight_of(mine, task, residual) : 0;
-    uint64_t sum = 0;
-    uint64_t before = warp_exclusive_sum(weight, &sum);
-    if (thread % kWarp == 0) of_warp[warp] = sum;
-    __syncthreads();
+    const uint64_t weight = is_there ? weight_of(mine, task, residual) : 0;
     uint64_t total = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      before += w < warp ? of_warp[w] : 0;
-      total += of_warp[w];
-    }
+    const uint64_t before = exclusive_sum_by_warps(weight, &total);
     if (total > 0 || !residual) {
       const uint64_t threshold = draw_threshold(task.u, total);
       const bool is_mine = before <= threshold && threshold - before < weight;
       return {true, is_mine, {mine.entry, mine.value}, log_z};
     }
-    __syncthreads();  // nothing is left, by rounding or because p = q: the target's own law
+    // Nothing is left, by rounding or because p = q: the target's own law.
   }
 }
 
