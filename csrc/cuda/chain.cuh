@@ -32,6 +32,7 @@ struct Scratch {
   RowLaw* laws = nullptr;            // [B, rows], with filters
   double* extras = nullptr;          // [B, rows], with filters; with races: their winners
   Shortlist* shortlists = nullptr;   // [B, rows], with filters
+  RowTask* tasks = nullptr;          // [B, rows], likewise
   Runner* runners = nullptr;         // [B, rows, tiles], with races
   Request* requests = nullptr;       // [B], decided, for the launch that draws
   uint64_t* part_sums = nullptr;     // [B, tiles, kWarps], likewise

@@ -19,6 +19,7 @@ struct LawScratch {
   TileSummary* summaries = nullptr;  // [count, tiles]
   float* group_max = nullptr;        // [count, tiles, kTileGroups], with filters
   Shortlist* shortlists = nullptr;   // [count], with filters, if anybody draws from the rows
+  RowTask* tasks = nullptr;          // [count], with filters
   RowLaw* laws = nullptr;            // [count], if finished
   uint32_t* counters = nullptr;  // [count], all 0 after scan_rows; before it, too, if it combines
 
@@ -45,6 +46,7 @@ struct LawReservation {
   Reserved<TileSummary> summaries;
   Reserved<float> group_max;
   Reserved<Shortlist> shortlists;
+  Reserved<RowTask> tasks;
   Reserved<RowLaw> laws;
   Reserved<uint32_t> counters;
 };
@@ -54,6 +56,7 @@ LawReservation reserve_laws(Workspace* workspace, int64_t count, int64_t tiles,
   return {workspace->reserve<TileSummary>(count * tiles),
           workspace->reserve<float>(asked.filters ? count * tiles * kTileGroups : 0),
           workspace->reserve<Shortlist>(asked.filters && asked.listed ? count : 0),
+          workspace->reserve<RowTask>(asked.filters ? count : 0),
           workspace->reserve<RowLaw>(asked.filters || asked.finished ? count : 0),
           workspace->reserve<uint32_t>(count)};
 }
@@ -66,6 +69,7 @@ LawScratch laws_at(const Workspace& workspace, const LawReservation& reserved, i
   s.summaries = workspace.at(reserved.summaries);
   s.counters = workspace.at(reserved.counters);
   if (asked.filters) s.group_max = workspace.at(reserved.group_max);
+  if (asked.filters) s.tasks = workspace.at(reserved.tasks);
   if (asked.filters && asked.listed) s.shortlists = workspace.at(reserved.shortlists);
   if (asked.filters || asked.finished) s.laws = workspace.at(reserved.laws);
   return s;
@@ -112,19 +116,20 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
   begin_kernel();
   if (!s.combines()) clear_counters(s.counters, s.count);
   scan_all<kMasked, Elements::kAny>(
-      RowsToScan<Rows>{rows, s.count, s.tiles, s.summaries, s.group_max, want_argmax},
+      RowsToScan<Rows>{rows, s.count, s.tiles, s.summaries, s.group_max, want_argmax, s.tasks},
       [&](ScanMemory* memory) {
         if (s.combines()) find_complete_laws(s, memory);
       });
 }
 
 // Grid: a block a row. Numerics and traffic: cutoff.cuh.
-template <typename Rows, bool kMasked>
-__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    finish_rows(const Rows rows, const LawScratch s) {
+template <bool kMasked>
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers) finish_rows(const LawScratch s) {
   begin_kernel();
+  __shared__ SharedArray<RowTask, 1> of_row;  // registers are short where cutoffs are looked for
   const int64_t r = blockIdx.x;
-  const RowTask& task = task_of_block(rows, r);
+  copy_by_block(of_row.data(), s.tasks[r]);
+  const RowTask& task = of_row[0];
   double unused = 0.0;
   const RowLaw law =
       finish_law<kMasked>(task.row, task.filters, false, ExtraTask{}, s.summaries + r * s.tiles,
@@ -150,9 +155,8 @@ void launch_scan(const Gpu& gpu, const Rows& rows, const LawScratch& s, bool wan
 template <typename Rows>
 void launch_finish(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
   if (s.laws == nullptr || s.combines()) return;
-  const auto kernel =
-      rows.p.mask.words != nullptr ? finish_rows<Rows, true> : finish_rows<Rows, false>;
-  launch(gpu, "finish_rows", kernel, s.count, rows, s);
+  const bool masked = rows.p.mask.words != nullptr;
+  launch(gpu, "finish_rows", masked ? finish_rows<true> : finish_rows<false>, s.count, s);
 }
 
 template <typename Rows>
@@ -169,7 +173,7 @@ void load_scan(const Loading& load) {
 template <typename Rows>
 void load_laws(const Loading& load) {
   load_scan<Rows>(load);
-  load(finish_rows<Rows, false>, finish_rows<Rows, true>);
+  load(finish_rows<false>, finish_rows<true>);
 }
 
 }  // namespace

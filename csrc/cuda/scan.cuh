@@ -12,7 +12,8 @@
 //
 // Reads 2 or 4 bytes per entry (and what a mask costs, tile.cuh), once: maximum, sum of
 // exponentials and what a rule wants besides come out of registers. Writes 32 bytes a tile and, for
-// rows with a filter, 4 bytes a group of 128. Numerics: law_pass.cuh; no result depends on which
+// rows with a filter, 4 bytes a group of 128 and what the row is, which the next launch need not
+// find out again. Numerics: law_pass.cuh; no result depends on which
 // block has a tile.
 #pragma once
 
@@ -29,7 +30,7 @@ struct RowTask {
   ExtraTask extra;
 };
 
-// Row r for all threads of a block, which meet: registers are short where cutoffs are looked for.
+// Row r for all threads of a block, which meet.
 template <typename Rows>
 __device__ __forceinline__ const RowTask& task_of_block(const Rows& rows, int64_t r) {
   __shared__ SharedArray<RowTask, 1> task;
@@ -47,6 +48,7 @@ struct RowsToScan {
   TileSummary* summaries;  // [count, tiles]
   float* group_max;        // [count, tiles, kTileGroups], or null
   bool want_argmax;
+  RowTask* found;  // [count], or null: where what each row is goes, for the next launch
 };
 
 static_assert(kWaiting == kWarp, "a lane plans each tile");
@@ -146,9 +148,12 @@ __device__ __forceinline__ void plan_tiles(const RowsToScan<Tasks>& rows, int64_
   const bool is_there = k < rows.count * rows.tiles;
   const Place2d place = place_in(is_there ? k : 0, rows.tiles);
   plan.row = place.row;
-  plan.tile = place.column;
+  plan.tile = is_there ? place.column : -1;
   plan.of_row = is_there ? rows.tasks(place.row) : RowTask{};
   __syncwarp();  // what follows reads it again: registers are short
+  if (rows.found != nullptr && plan.tile == 0) {
+    copy_by_thread(&rows.found[plan.row], plan.of_row);
+  }
   const int way = finish_plan<kElements>(rows, &plan);
   int end = 0;
 #pragma unroll

@@ -300,13 +300,12 @@ template <Layout kLayout>
 __device__ __forceinline__ void exclude(const Row& row, int64_t tile, int64_t token, float* x) {
   const int64_t in_tile = token - tile * kTile;
   if (in_tile < 0 || in_tile >= kTile) return;
-  const float gone = nothing(row);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    const int32_t in_vector = static_cast<int32_t>(in_tile) - vector_offset<kLayout>(s);
+    const int64_t in_vector = in_tile - vector_offset<kLayout>(s);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      x[s * kVector + j] = in_vector == j ? gone : x[s * kVector + j];
+      if (in_vector == j) x[s * kVector + j] = nothing(row);
     }
   }
 }

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
   clear_counters(s.counters, count);
   const ChainRows rows{p, s.rows};
   scan_all<kMasked, kElements>(
-      RowsToScan<ChainRows>{rows, count, s.tiles, s.summaries, s.group_max, false});
+      RowsToScan<ChainRows>{rows, count, s.tiles, s.summaries, s.group_max, false, s.tasks});
 }
 
 #if SPECDEC_LISTS
@@ -69,8 +69,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   const Unit unit = this_unit(splits);
   const auto [b, i] = place_in(unit.index, p.gamma);
   const int64_t slot = p.gamma + 1 + i;
-  const Row row = ChainRows{p, s.rows}(b * s.rows + slot).row;
+  const RowTask task = ChainRows{p, s.rows}(b * s.rows + slot);
+  const Row& row = task.row;
   if (row.data == nullptr) return;
+  if (s.finished && unit.split == 0 && threadIdx.x == 0) s.tasks[b * s.rows + slot] = task;
   const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
   scan_list(row, share.first, share.last,
             s.summaries + (b * s.rows + slot) * s.tiles + share.first);
@@ -78,13 +80,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 #endif
 
 template <bool kMasked>
-__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    finish_laws(const VerifyParams p, const Scratch s) {
-  let_next_launch_begin();
-  wait_for_inputs(p);
+__global__ void __launch_bounds__(kThreads, kBlocksAt80Registers) finish_laws(const Scratch s) {
+  begin_kernel();
+  __shared__ SharedArray<RowTask, 1> of_row;  // registers are short where cutoffs are looked for
   const int64_t row = blockIdx.x;
-  const RowTask& task = task_of_block(ChainRows{p, s.rows}, row);
-  wait_for_launch_before();
+  copy_by_block(of_row.data(), s.tasks[row]);
+  const RowTask& task = of_row[0];
   const float* group_max = s.group_max != nullptr ? s.group_max + row * s.groups : nullptr;
   double extra = 0.0;
   const RowLaw law =
@@ -172,8 +173,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     scan_raw(const VerifyParams p, const Scratch s) {
   begin_kernel();
   const RawRows rows{p};
-  scan_all<kMasked, Elements::kAny>(
-      RowsToScan<RawRows>{rows, p.batch * (p.gamma + 1), s.tiles, s.summaries, nullptr, false});
+  scan_all<kMasked, Elements::kAny>(RowsToScan<RawRows>{rows, p.batch * (p.gamma + 1), s.tiles,
+                                                        s.summaries, nullptr, false, nullptr});
 }
 
 // A warp a row.
@@ -213,6 +214,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto laws = workspace->reserve<RowLaw>(filters ? rows : 0);
   const auto extras = workspace->reserve<double>(filters || s.races ? rows : 0);
   const auto shortlists = workspace->reserve<Shortlist>(filters ? rows : 0);
+  const auto tasks = workspace->reserve<RowTask>(filters ? rows : 0);
   const auto runners = workspace->reserve<Runner>(s.races ? rows * s.tiles : 0);
   const auto requests = workspace->reserve<Request>(s.draws ? p.batch : 0);
   const auto part_sums = workspace->reserve<uint64_t>(s.draws ? p.batch * s.tiles * kWarps : 0);
@@ -224,6 +226,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.laws = workspace->at(laws);
   s.extras = workspace->at(extras);
   s.shortlists = workspace->at(shortlists);
+  s.tasks = filters ? workspace->at(tasks) : nullptr;
   s.runners = workspace->at(runners);
   s.requests = workspace->at(requests);
   s.part_sums = workspace->at(part_sums);
@@ -296,7 +299,7 @@ void run(const VerifyParams& given, const Gpu& gpu) {
 #endif
   if (s.finished) {
     const bool masked = p.mask.words != nullptr;
-    launch(gpu, "finish_laws", masked ? finish_laws<true> : finish_laws<false>, p.batch * s.rows, p,
+    launch(gpu, "finish_laws", masked ? finish_laws<true> : finish_laws<false>, p.batch * s.rows,
            s);
   }
 #if !SPECDEC_LISTS

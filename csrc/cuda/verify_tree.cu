@@ -64,6 +64,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   const RowTask task = TreeRows{p, s}(place);
   const Row& row = task.row;
   if (row.data == nullptr) return;
+  const bool first = unit.split == 0 && threadIdx.x == 0;
+  if (s.laws.tasks != nullptr && first) s.laws.tasks[place] = task;
   const Share share = share_of(num_tiles(row.vocab), unit.split, splits);
   scan_list(row, share.first, share.last, s.laws.summaries + place * s.tiles + share.first);
   combine_if_last(task, s.laws, place, splits);
@@ -222,6 +224,7 @@ void launch_raw_logprobs(const Gpu& gpu, const VerifyTreeParams& p, const TreeSc
   LawScratch raw = s.laws;
   raw.count = p.batch * p.nodes;
   raw.group_max = nullptr;
+  raw.tasks = nullptr;
   raw.laws = nullptr;
   launch_scan(gpu, RawRows{p}, raw, false);
   launch(gpu, "write_raw_logprobs", write_raw_logprobs, (raw.count + kWarps - 1) / kWarps,
