@@ -5,8 +5,8 @@
 // only groups that reach the floor are read again (4 bytes a group and, as a rule, one group for
 // each of k entries). As a rule no more entries reach it than the block has threads; then all of
 // them are compared with each other, once for all filters, and listed (shortlist.cuh) if anybody
-// draws from the row. Where more than 4,096 do (a large top-k,
-// a top-p of a nearly flat law), the row is read again instead, three times or more, from L2.
+// draws from the row. Where more than 4,096 do (a large top-k, a top-p of a nearly flat law), the
+// row is read again instead, three times or more, from L2.
 //
 // Numerics: counts, and masses in 2^-40 fixed point, are exact; so neither the order in which
 // threads find candidates nor the number of threads changes a cutoff or a sum. A top-p alone that

@@ -4,8 +4,7 @@
 // draw, where the blocks of a row sum its tiles in integers and the last one searches (draw.cuh),
 // or the race (race.cuh). Reads 2 or 4 bytes per vocabulary entry, twice (the second time from L2
 // as a rule; once if filters keep few entries, shortlist.cuh), and what a mask costs (tile.cuh);
-// writes 12 bytes a row. A reduced vocabulary takes
-// two launches more (token_map.cuh).
+// writes 12 bytes a row. A reduced vocabulary takes two launches more (token_map.cuh).
 #include "../core/philox.h"
 #include "kernels.h"
 #include "race.cuh"

@@ -13,8 +13,7 @@
 // Reads 2 or 4 bytes per entry (and what a mask costs, tile.cuh), once: maximum, sum of
 // exponentials and what a rule wants besides come out of registers. Writes 32 bytes a tile and, for
 // rows with a filter, 4 bytes a group of 128 and what the row is, which the next launch need not
-// find out again. Numerics: law_pass.cuh; no result depends on which
-// block has a tile.
+// find out again. Numerics: law_pass.cuh; no result depends on which block has a tile.
 #pragma once
 
 #include "law_pass.cuh"

@@ -32,8 +32,8 @@ __device__ __forceinline__ bool is_excluded(const DrawTask& task, int64_t token)
   return token == task.excluded || is_in(task.tried, token);
 }
 
-// An entry's weight under a law of logits. As a number, what ExpWeight makes of it: what that takes
-// for 0 beside the law's cutoff is less than 2^-125.
+// An entry's weight under a law of logits. (ExpWeight makes 0 of weights below some 2^-125 besides,
+// which come to nothing in integers and in sums.)
 __device__ __forceinline__ float listed_weight(const RowLaw& law, float value) {
   const ExpWeight weight(law.max, law.scale);
   return value < law.cutoff ? 0.0f : exp2_weight(weight.log2_weight(value));
