@@ -188,7 +188,7 @@ def top_k_law(logits, k):
 
 
 @pytest.mark.parametrize("draws", ["token", "block", "tree", "sample"])
-@pytest.mark.parametrize("kept", [2, 31, 33, 100, 300])
+@pytest.mark.parametrize("kept", [2, 8, 20, 40, 150, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_draws_of_filtered_rows_sweep_them_in_order(operator, dtype, kept, draws):
     # A draw takes another way where no more entries are kept than a block has threads. The law is
