@@ -107,9 +107,9 @@ BUDGETS = {
     "finish_rows<0>": Budget(169, spills=213, registers=80),
     "race_rows": Budget(120, registers=80),
     "race_nodes": Budget(87, registers=80),
-    "decide_alone<0>": Budget(147, spills=41, registers=64),  # Reads of chain_nodes.cuh; it draws
+    "decide_alone<0>": Budget(147, spills=37, registers=64),  # Reads of chain_nodes.cuh; it draws
     "decide_alone<1>": Budget(80, registers=64),
-    "decide_alone<2>": Budget(138, spills=54, registers=64),  # likewise
+    "decide_alone<2>": Budget(138, spills=31, registers=64),  # likewise
     "decide_block<1>": Budget(163, spills=39, stream=ROW_16, per_entry=7),
     "decide_block<2>": Budget(163, spills=39, stream=ROW_16, per_entry=7),
     "decide_block<0>": Budget(159, spills=76, stream=ROW_32, per_entry=6.5),
@@ -118,10 +118,10 @@ BUDGETS = {
     "draw_extra<2>": Budget(58, stream=ROW_16, per_entry=14),
     "draw_extra<0>": Budget(58, stream=ROW_32, per_entry=15.5),
     "draw_extra<3>": Budget(135, spills=7, stream=ROW_16, per_entry=14.5),
-    "draw_tokens<1>": Budget(71, spills=4, registers=64, stream=ROW_16, per_entry=14),
-    "draw_tokens<2>": Budget(71, spills=4, registers=64, stream=ROW_16, per_entry=14),
-    "draw_tokens<0>": Budget(71, spills=4, registers=64, stream=ROW_32, per_entry=13),
-    "draw_tokens<3>": Budget(98, spills=13, registers=64, stream=ROW_16, per_entry=13.5),
+    "draw_tokens<1>": Budget(66, spills=4, registers=64, stream=ROW_16, per_entry=14),
+    "draw_tokens<2>": Budget(66, spills=4, registers=64, stream=ROW_16, per_entry=14),
+    "draw_tokens<0>": Budget(66, spills=4, registers=64, stream=ROW_32, per_entry=13),
+    "draw_tokens<3>": Budget(93, spills=13, registers=64, stream=ROW_16, per_entry=13.5),
     "draw_token<1>": Budget(82, spills=7, stream=ROW_16, per_entry=15.5),
     "draw_token<2>": Budget(81, spills=7, stream=ROW_16, per_entry=14.5),
     "draw_token<0>": Budget(83, spills=7, stream=ROW_32, per_entry=15),

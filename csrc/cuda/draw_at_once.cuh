@@ -63,7 +63,7 @@ __device__ __forceinline__ TileWeightsOfThread weigh_tile(const Row& row, const 
     found.weights[j] = fixed_weight(exp2_weight(weight.log2_weight(x[j])));  // there is no cutoff
     found.sum += found.weights[j];
   }
-  found.before = exclusive_sum_by_warps(found.sum, &found.total);
+  found.before = block_exclusive_sum(found.sum, &found.total);
   return found;
 }
 
@@ -193,7 +193,7 @@ struct GroupBits {
 __device__ __forceinline__ bool draw_by_groups(const Scratch& s, const Request& r, Drawn* drawn) {
   constexpr int kLanes = kGroup / kVector;  // that hold a group
   static_assert(2 * kLanes == kWarp, "a warp reads two groups");
-  __shared__ OfWarps sums;
+  __shared__ uint64_t of_warp[kWarps];
   const DrawTask& task = r.draw;
   const Row& row = task.target;
   const float* group_max = s.group_max + (r.b * s.rows + r.accepted) * s.groups;
@@ -231,9 +231,14 @@ __device__ __forceinline__ bool draw_by_groups(const Scratch& s, const Request& 
     }
     if (finds) return false;
     const uint64_t sum = warp_sum(mine);
-    if (lane == 0) sums.of_warp[warp] = sum;
+    if (lane == 0) of_warp[warp] = sum;
     __syncthreads();
-    const uint64_t total = sums.sum(warp, &before);
+    uint64_t total = 0;
+#pragma unroll 1
+    for (int w = 0; w < kWarps; ++w) {
+      if (w == warp) before = total;
+      total += of_warp[w];
+    }
     if (total == 0 && excluded >= 0) {
       excluded = -1;  // nothing is left, by rounding: the target's own law
       __syncthreads();

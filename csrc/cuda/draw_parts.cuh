@@ -32,43 +32,6 @@ __device__ __forceinline__ uint64_t warp_exclusive_sum(uint64_t value, uint64_t*
   return sum - value;
 }
 
-// A number of each warp of a block, in shared memory: in pairs, for loads of 16 bytes.
-struct alignas(16) OfWarps {
-  static constexpr int kPairs = (kWarps + 1) / 2;
-  uint64_t of_warp[2 * kPairs];
-
-  // Their sum, and that of those before one of them.
-  __device__ __forceinline__ uint64_t sum(int32_t warp, uint64_t* before) const {
-    uint64_t total = 0;
-    *before = 0;
-#pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
-      const uint4 words = *reinterpret_cast<const uint4*>(of_warp + 2 * k);
-      uint64_t pair[2];
-      memcpy(pair, &words, sizeof pair);
-#pragma unroll
-      for (int w = 2 * k; w < 2 * k + 2 && w < kWarps; ++w) {
-        *before += w < warp ? pair[w % 2] : 0;
-        total += pair[w % 2];
-      }
-    }
-    return total;
-  }
-};
-
-// block_exclusive_sum with less code.
-__device__ __forceinline__ uint64_t exclusive_sum_by_warps(uint64_t value, uint64_t* total) {
-  __shared__ OfWarps sums;
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarp;
-  uint64_t sum = 0, before = 0;
-  const uint64_t prefix = warp_exclusive_sum(value, &sum);
-  if (threadIdx.x % kWarp == 0) sums.of_warp[warp] = sum;
-  __syncthreads();
-  *total = sums.sum(warp, &before);
-  __syncthreads();  // the next call overwrites the sums
-  return before + prefix;
-}
-
 // What a block knows of a draw beside the task.
 template <Elements kElements>
 struct PartDraw {

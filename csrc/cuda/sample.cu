@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   DrawTask& task = draw_memory[0];
   bool writes = split == 0;
   if (needs_draw(task)) {
-    const ListedDraw listed = draw_if_listed(s.shortlist(b), task);
+    const ListedDraw listed = draw_if_listed<false>(s.shortlist(b), task);
     if (listed.listed) {
       if (split == 0 && listed.is_mine) write_token(rows.p, b, task, listed.drawn, listed.log_z);
       return;

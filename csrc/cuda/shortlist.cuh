@@ -85,16 +85,17 @@ struct ListedDraw {
 };
 
 // Draws from a task whose target has a shortlist of `count` candidates, of which each thread brings
-// its own. Collective over the block; all threads see the task.
+// its own. Collective over the block; all threads see the task. kResidual: it may be a residual.
+template <bool kResidual>
 __device__ __forceinline__ ListedDraw draw_candidate(const Candidate& mine, int32_t count,
                                                      const DrawTask& task) {
   const bool is_there = static_cast<int32_t>(threadIdx.x) < count;
   const double log_z = log(task.target_law.z);
 #pragma unroll 1
-  for (bool residual = task.residual;; residual = false) {
+  for (bool residual = kResidual && task.residual;; residual = false) {
     const uint64_t weight = is_there ? weight_of(mine, task, residual) : 0;
     uint64_t total = 0;
-    const uint64_t before = exclusive_sum_by_warps(weight, &total);
+    const uint64_t before = block_exclusive_sum(weight, &total);
     if (total > 0 || !residual) {
       const uint64_t threshold = draw_threshold(task.u, total);
       const bool is_mine = before <= threshold && threshold - before < weight;
@@ -105,12 +106,13 @@ __device__ __forceinline__ ListedDraw draw_candidate(const Candidate& mine, int3
 }
 
 // Draws from a task by its target's shortlist, null where there is none. Collective likewise.
+template <bool kResidual = true>
 __device__ __forceinline__ ListedDraw draw_if_listed(const Shortlist* shortlist,
                                                      const DrawTask& task) {
   if (shortlist == nullptr) return {};
   const Candidate mine = shortlist->candidates[threadIdx.x];  // while its number is on its way
   const int32_t count = shortlist->count;
-  return count > 0 ? draw_candidate(mine, count, task) : ListedDraw{};
+  return count > 0 ? draw_candidate<kResidual>(mine, count, task) : ListedDraw{};
 }
 
 }  // namespace
