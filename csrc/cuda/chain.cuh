@@ -28,6 +28,9 @@ struct Scratch {
   bool races = false;
   bool draws = false;                // a launch of its own draws the last tokens
   TileSummary* summaries = nullptr;  // [B, rows, tiles]
+  int64_t whole = 0;                 // how many there are; behind them are those of rests
+  int64_t all = 0;                   // how many there are together
+  TileSummary* rests = nullptr;      // [B, gamma], or none: ChainRests
   float* group_max = nullptr;        // [B, rows, groups], with filters
   RowLaw* laws = nullptr;            // [B, rows], with filters
   double* extras = nullptr;          // [B, rows], with filters; with races: their winners
@@ -132,6 +135,25 @@ struct ChainRows {
     if (slot <= p.gamma) return target_task(p, r, i);
     if (!wants_draft_row(p, r, i)) return RowTask{};
     return {draft_row(p, b, i), draft_filters_of(p, b), {}};
+  }
+};
+
+// The tiles of draft tokens without these, if what replaces a rejected one is drawn by tiles
+// (draw_at_once.cuh).
+struct ChainRests {
+  static constexpr bool kAny = true;
+  const VerifyParams& p;
+  int64_t rows;  // of a request
+  int64_t end;
+
+  __device__ __forceinline__ int64_t row(int64_t k) const {
+    const auto [b, i] = place_in(k, p.gamma);
+    return b * rows + i;
+  }
+  __device__ __forceinline__ int64_t entry(int64_t k) const {
+    const auto [b, i] = place_in(k, p.gamma);
+    const int64_t token = column_at(p, b, i).token;
+    return token < p.target.vocab ? token : -1;
   }
 };
 

@@ -2,13 +2,14 @@
 //
 // With filters, the few entries that a row keeps are listed (shortlist.cuh). Else what is drawn
 // from is the target's law, or what that law is without the token that was rejected. Without a
-// filter, what the scan left of each tile says how probable the tile is: a tile is drawn by those
-// sums, then an entry by the weights of its tile. Reads 32 bytes a tile, and 2 or 4 bytes an entry
-// of the drawn tile, and of the tile with the rejected token. Where too many entries are kept for a
-// list, the maxima of groups say where they are, and those groups are read: 4 bytes a group, and as
-// a rule one group for each kept entry. Numerics: integers all the way (core/fixed_point.h), 2^-40
-// of the row's largest weight, or within a tile of the tile's; as the sums of tiles are those of
-// float32, entries' probabilities are theirs up to some 1e-7. Included by verify.cu alone.
+// filter, what the scan left of each tile says how probable the tile is (that of the rejected token
+// without this token): a tile is drawn by those sums, then an entry by the weights of its tile.
+// Reads 32 bytes a tile, and 2 or 4 bytes an entry of the drawn tile. Where too many entries are
+// kept for a list, the maxima of groups say where they are, and those groups are read: 4 bytes a
+// group, and as a rule one group for each kept entry. Numerics: integers all the way
+// (core/fixed_point.h), 2^-40 of the row's largest weight, or within a tile of the tile's; as the
+// sums of tiles are those of float32, entries' probabilities are theirs up to some 1e-7. Included
+// by verify.cu alone.
 #pragma once
 
 #include "chain_nodes.cuh"
@@ -24,12 +25,16 @@ using namespace SPECDEC_CPU_ISA;
 struct TileMasses {
   const TileSummary* tiles;
   RowLaw law;
-  int64_t own;  // a tile that has another sum; -1: none
-  double sum;   // that one
+  int64_t own;              // the tile that has lost an entry; -1: none
+  const TileSummary* rest;  // what is left of it
 
+  __device__ __forceinline__ const TileSummary& at(int64_t t) const {
+    return t == own ? *rest : tiles[t];
+  }
   __device__ __forceinline__ uint64_t operator()(int64_t t) const {
-    const float weight = ExpWeight(law).log2_weight(tiles[t].max);
-    const double found = t == own ? sum : tiles[t].sum;
+    const TileSummary& tile = at(t);
+    const float weight = ExpWeight(law).log2_weight(tile.max);
+    const double found = tile.sum;
     // Rounding must not carry a row's sum over 2^64.
     const double bounded = found < static_cast<double>(kTile) ? found : static_cast<double>(kTile);
     return bounded > 0.0 ? static_cast<uint64_t>(exp2_weight(weight) * bounded * kLawUnit) : 0;
@@ -45,15 +50,13 @@ struct TileWeightsOfThread {
   uint64_t total;
 };
 
-// Weighs the entries of a tile against its largest one, `excluded` left out. Collective over the
-// block.
+// Weighs the entries of a tile, `raw` as load_tile loaded it, against its largest one, `excluded`
+// left out. Collective over the block.
 __device__ __forceinline__ TileWeightsOfThread weigh_tile(const Row& row, const RowLaw& law,
-                                                          int64_t tile, float max,
-                                                          int64_t excluded) {
+                                                          int64_t tile, const RawTile& raw,
+                                                          float max, int64_t excluded) {
   TileWeightsOfThread found;
-  RawTile raw;
   float* x = found.logits;
-  load_tile<Layout::kBlocked>(row, tile, &raw);
   widen_tile<Layout::kBlocked>(row, tile, raw, x);
   exclude<Layout::kBlocked>(row, tile, excluded, x);
   const ExpWeight weight(max, law.scale);
@@ -67,9 +70,8 @@ __device__ __forceinline__ TileWeightsOfThread weigh_tile(const Row& row, const 
   return found;
 }
 
-// Part `threshold` of `sum`, of another sum.
-__device__ __forceinline__ uint64_t scaled(uint64_t threshold, uint64_t sum, uint64_t total) {
-  const double part = static_cast<double>(threshold) / static_cast<double>(sum);
+// A part of a sum, below it.
+__device__ __forceinline__ uint64_t part_of(uint64_t total, double part) {
   const uint64_t place = static_cast<uint64_t>(part * static_cast<double>(total));
   return place < total ? place : total - 1;
 }
@@ -102,37 +104,35 @@ __device__ __forceinline__ int64_t excluded_of(const DrawTask& task) {
 // threads see the request.
 
 // Of a row without a filter.
-__device__ __forceinline__ bool draw_by_tiles(const Scratch& s, const Request& r, Drawn* drawn) {
+__device__ __forceinline__ bool draw_by_tiles(const VerifyParams& p, const Scratch& s,
+                                              const Request& r, Drawn* drawn) {
   constexpr int kTilesHeld = 2;
   const DrawTask& task = r.draw;
   const Row& row = task.target;
   const TileSummary* tiles = s.summaries + (r.b * s.rows + r.accepted) * s.tiles;
   const int64_t n = num_tiles(row.vocab);
   int64_t excluded = excluded_of(task);
-  TileMasses masses{tiles, task.target_law, -1, 0.0};
-  DrawnPart place{excluded < 0 ? -1 : excluded / kTile, 0};
-  for (bool finds = excluded < 0;; finds = true) {
-    if (finds) {
-      uint64_t total = 0;
-      place = find_part<kTilesHeld>(masses, n, task.u, &total);
-      if (total == 0 && excluded >= 0) {
-        excluded = masses.own = -1;  // nothing is left, by rounding: the target's own law
-        continue;
-      }
-    }
-    const auto found =
-        weigh_tile(row, task.target_law, place.index, tiles[place.index].max, excluded);
-    if (!finds) {
-      masses.own = place.index;
-      masses.sum = static_cast<double>(found.total) / kLawUnit;
-      continue;
-    }
-    const uint64_t threshold = scaled(place.threshold, masses(place.index), found.total);
-    if (found.before > threshold || threshold - found.before >= found.sum) return false;
-    const int64_t first = place.index * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread;
-    *drawn = passing_entry(first, found.logits, found.weights, found.before, threshold);
-    return true;
+  TileMasses masses{tiles, task.target_law, excluded < 0 ? -1 : excluded / kTile,
+                    s.rests + r.b * p.gamma + r.accepted};
+  uint64_t total = 0;
+  DrawnPart place;
+#pragma unroll 1
+  for (;; excluded = masses.own = -1) {  // once more from the target's own law if nothing is left
+    place = find_part<kTilesHeld>(masses, n, task.u, &total);
+    if (total > 0 || excluded < 0) break;
   }
+  RawTile raw;
+  load_tile<Layout::kBlocked>(row, place.index, &raw);
+  // While that is on its way: the part of the tile's mass where the draw falls.
+  const double part =
+      static_cast<double>(place.threshold) / static_cast<double>(masses(place.index));
+  const auto found =
+      weigh_tile(row, task.target_law, place.index, raw, masses.at(place.index).max, excluded);
+  const uint64_t threshold = part_of(found.total, part);
+  if (found.before > threshold || threshold - found.before >= found.sum) return false;
+  const int64_t first = place.index * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread;
+  *drawn = passing_entry(first, found.logits, found.weights, found.before, threshold);
+  return true;
 }
 
 // A lane's entries of one of two groups that a warp reads side by side, weighed; a group that is
@@ -263,7 +263,8 @@ __device__ __forceinline__ bool draw_at_once(const VerifyParams& p, const Scratc
       draw_if_listed(filters ? s.shortlists + r.b * s.rows + r.accepted : nullptr, r.draw);
   if (!draw.listed) {
     if constexpr (kReadsDraftLaws) return false;
-    draw.is_mine = filters ? draw_by_groups(s, r, &draw.drawn) : draw_by_tiles(s, r, &draw.drawn);
+    draw.is_mine =
+        filters ? draw_by_groups(s, r, &draw.drawn) : draw_by_tiles(p, s, r, &draw.drawn);
     draw.log_z = log(r.draw.target_law.z);
   }
   if (draw.is_mine) {

@@ -172,18 +172,17 @@ __device__ __forceinline__ bool find_in_part(const PartDraw<kElements>& draw, co
   return true;
 }
 
-// A request's draw, by `splits` blocks. Each sums its share of parts into part_sums [tiles,
+// A request's draw, by `splits` blocks. Each sums its `share` of tiles into part_sums [tiles,
 // kWarps]; the last one to arrive at `counter` (0 before the launch, and after it) searches. True
 // in the one thread that then has what is drawn, and log(z) of the target's law. The caller has
 // seen to needs_draw(task); `task` is shared and known to all threads.
 template <Elements kElements>
 __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* part_sums,
-                                              uint32_t* counter, int64_t split, int64_t splits,
+                                              uint32_t* counter, Share share, int64_t splits,
                                               Drawn* drawn, double* log_z) {
   __shared__ SharedArray<PartDraw<kElements>, 1> draw;
   const int64_t tiles = num_tiles(task.target.vocab);
   bool residual = task.residual;
-  Share share = share_of(tiles, split, splits);
   uint64_t total = 0;
   DrawnPart part{0, 0};
   for (bool again = false;; again = true) {

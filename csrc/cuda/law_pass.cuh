@@ -79,7 +79,7 @@ __device__ __forceinline__ void write_group_max(float max, int step, float* grou
     max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, lanes));
   }
   if (threadIdx.x % (kGroup / kVector) == 0) {
-    group_max[vector_offset<Layout::kStriped>(step) / kGroup] = max;
+    group_max[static_cast<uint32_t>(vector_offset<Layout::kStriped>(step)) / kGroup] = max;
   }
 }
 

@@ -115,11 +115,11 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
     scan_rows(const Rows rows, const LawScratch s, bool want_argmax) {
   begin_kernel();
   if (!s.combines()) clear_counters(s.counters, s.count);
-  scan_all<kMasked, Elements::kAny>(
-      RowsToScan<Rows>{rows, s.count, s.tiles, s.summaries, s.group_max, want_argmax, s.tasks},
-      [&](ScanMemory* memory) {
-        if (s.combines()) find_complete_laws(s, memory);
-      });
+  scan_all<kMasked, Elements::kAny>(RowsToScan<Rows>{rows, s.count * s.tiles, s.tiles, s.summaries,
+                                                     s.group_max, want_argmax, s.tasks},
+                                    [&](ScanMemory* memory) {
+                                      if (s.combines()) find_complete_laws(s, memory);
+                                    });
 }
 
 // Grid: a block a row. Numerics and traffic: cutoff.cuh.

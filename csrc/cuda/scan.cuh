@@ -8,7 +8,8 @@
 //
 // For every kWaiting tiles of a block one warp, a lane a tile, finds out which they are and what to
 // look for (TilePlan), and at the end all warps' parts of them are combined: three barriers.
-// A tile's loads are issued before the tile before it is worked on.
+// A tile's loads are issued before the tile before it is worked on. An operator may ask for some
+// tiles once more, each without one of its entries (rests): they come after all others.
 //
 // Reads 2 or 4 bytes per entry (and what a mask costs, tile.cuh), once: maximum, sum of
 // exponentials and what a rule wants besides come out of registers. Writes 32 bytes a tile and, for
@@ -38,16 +39,39 @@ __device__ __forceinline__ const RowTask& task_of_block(const Rows& rows, int64_
   return task[0];
 }
 
+// The rests that an operator asks for: tiles of rows without a filter, each without one of its
+// entries. This one asks for none; others end at tile `end`, and the k-th is that of entry(k) of
+// row(k), or of none if entry(k) is negative.
+struct NoRests {
+  static constexpr bool kAny = false;
+};
+
 // Rows of an operator, and where their summaries go. Tasks is a functor: RowTask tasks(r) is row r.
-template <typename Tasks>
+template <typename Tasks, typename Rests = NoRests>
 struct RowsToScan {
   const Tasks& tasks;
-  int64_t count;
+  int64_t whole;           // tiles of all rows, count x tiles
   int64_t tiles;           // of the widest row: the stride of `summaries`
-  TileSummary* summaries;  // [count, tiles]
+  TileSummary* summaries;  // [count, tiles], and those of rests behind them
   float* group_max;        // [count, tiles, kTileGroups], or null
   bool want_argmax;
   RowTask* found;  // [count], or null: where what each row is goes, for the next launch
+  Rests rests{};
+
+  static constexpr bool kRests = Rests::kAny;
+
+  // All tiles, numbered as their summaries are.
+  __device__ __forceinline__ int64_t all_tiles() const {
+    if constexpr (kRests) return rests.end;
+    return whole;
+  }
+  // The row of tile k, and the tile's place there or, of a rest, its number.
+  __device__ __forceinline__ Place2d place(int64_t k) const {
+    if constexpr (kRests) {
+      if (k >= whole) return {rests.row(k - whole), k - whole};
+    }
+    return place_in(k, tiles);
+  }
 };
 
 static_assert(kWaiting == kWarp, "a lane plans each tile");
@@ -58,6 +82,8 @@ struct TilePlan {
   ScanTask scan;
   int64_t row;
   int64_t tile;      // of the row
+  int64_t summary;   // where its summary goes
+  int64_t without;   // the entry of the row that is left out; -1: none
   float* group_max;  // null: nobody asks for those of this row
   bool is_plain;     // a whole aligned tile of which only the sum of weights is asked for
 };
@@ -91,16 +117,19 @@ constexpr int scan_blocks(bool masked) {
 
 // How many blocks scan so many tiles: no more than the GPU holds at once, with `together` on a
 // multiprocessor, and of these as few as have no more tiles each. `next` blocks of the next launch,
-// as large as these, find room beside them and begin in the meantime, if there are few of them.
-inline int64_t blocks_to_scan(const Gpu& gpu, int64_t tiles, int64_t together, int64_t next = 0) {
-  if (tiles > UINT32_MAX) {  // place_in
+// as large as these, find room beside them and begin in the meantime, if there are few of them. Of
+// `rests` tiles that are scanned once more some blocks have one on top: L2 has these.
+inline int64_t blocks_to_scan(const Gpu& gpu, int64_t tiles, int64_t together, int64_t next = 0,
+                              int64_t rests = 0) {
+  if (tiles + rests > UINT32_MAX) {  // place_in
     throw std::runtime_error("at most 2^32 - 1 tiles of rows are scanned at once, came " +
-                             std::to_string(tiles));
+                             std::to_string(tiles + rests));
   }
   const int64_t chip = gpu.chip.multiprocessors;
   const int64_t held = chip * together - (4 * next <= chip ? next : 0);
   const int64_t of_block = tiles > 0 ? (tiles + held - 1) / held : 1;
-  return (tiles + of_block - 1) / of_block;
+  const int64_t blocks = (tiles + rests + of_block - 1) / of_block;
+  return blocks < held ? blocks : held;
 }
 
 // Counters of the launches to come, one for each row. By all threads of all blocks.
@@ -121,8 +150,8 @@ __device__ __forceinline__ const char* entries_of(const TilePlan& plan) {
 
 // Finishes the plan of a tile that has its place and its row's task. Gives the way to scan it, -1
 // if nobody asks for it.
-template <Elements kElements, typename Tasks>
-__device__ __forceinline__ int finish_plan(const RowsToScan<Tasks>& rows, TilePlan* plan) {
+template <Elements kElements, typename Rows>
+__device__ __forceinline__ int finish_plan(const Rows& rows, TilePlan* plan) {
   const Row& row = plan->of_row.row;
   const Filters& filters = plan->of_row.filters;
   const int64_t first = plan->tile * kTile;
@@ -131,26 +160,39 @@ __device__ __forceinline__ int finish_plan(const RowsToScan<Tasks>& rows, TilePl
   const bool groups = rows.group_max != nullptr && wants_group_max(row, filters);
   plan->group_max =
       groups ? rows.group_max + (plan->row * rows.tiles + plan->tile) * kTileGroups : nullptr;
-  plan->is_plain = row.allowed == nullptr && plan->scan.looks == kSum && !groups &&
+  const bool only_sum = plan->scan.looks == kSum && !groups;
+  const bool is_rest = Rows::kRests && plan->without >= 0;
+  if (is_rest && !only_sum) return -1;
+  plan->is_plain = row.allowed == nullptr && only_sum && !is_rest &&
                    reinterpret_cast<uintptr_t>(entries_of(*plan)) % kLoad == 0 &&
                    row.vocab - first >= kTile;
   return (are_plain(kElements) ? 0 : 2 * static_cast<int>(row.element)) + (plan->is_plain ? 0 : 1);
 }
 
 // Plans the tiles `first`, `first` + blocks, ... of this block, kWaiting at most. By one full warp.
-template <Elements kElements, typename Tasks>
-__device__ __forceinline__ void plan_tiles(const RowsToScan<Tasks>& rows, int64_t first,
+template <Elements kElements, typename Tasks, typename Rests>
+__device__ __forceinline__ void plan_tiles(const RowsToScan<Tasks, Rests>& rows, int64_t first,
                                            ScanMemory* memory) {
   const int lane = static_cast<int>(threadIdx.x % kWarp);
   const int64_t k = first + static_cast<int64_t>(lane) * gridDim.x;
   TilePlan& plan = memory->plans[lane];
-  const bool is_there = k < rows.count * rows.tiles;
-  const Place2d place = place_in(is_there ? k : 0, rows.tiles);
+  const bool is_there = k < rows.all_tiles();
+  const Place2d place = rows.place(is_there ? k : 0);
+  plan.summary = k;
   plan.row = place.row;
   plan.tile = is_there ? place.column : -1;
+  plan.without = -1;
   plan.of_row = is_there ? rows.tasks(place.row) : RowTask{};
   __syncwarp();  // what follows reads it again: registers are short
-  if (rows.found != nullptr && plan.tile == 0) {
+  if constexpr (Rests::kAny) {
+    if (plan.tile >= 0 && plan.summary >= rows.whole) {
+      plan.without = rows.rests.entry(plan.tile);
+      const bool is_asked = plan.without >= 0;
+      plan.tile = is_asked ? plan.without / kTile : -1;
+      if (!is_asked) plan.of_row.row.data = nullptr;
+    }
+  }
+  if (rows.found != nullptr && plan.tile == 0 && plan.without < 0) {
     copy_by_thread(&rows.found[plan.row], plan.of_row);
   }
   const int way = finish_plan<kElements>(rows, &plan);
@@ -207,7 +249,7 @@ __device__ __forceinline__ void sum_plain_tiles(ScanMemory* memory, int32_t firs
 }
 
 // Scans the tiles [first, last) in the order of the plans, whatever they are.
-template <Element kElement, bool kMasked>
+template <Element kElement, bool kMasked, bool kRests>
 __device__ __forceinline__ void scan_any_tiles(ScanMemory* memory, int32_t first, int32_t last) {
   constexpr int kBytes = bytes_of(kElement);
   RawTile raw;
@@ -223,6 +265,13 @@ __device__ __forceinline__ void scan_any_tiles(ScanMemory* memory, int32_t first
     const uint32_t allowed = kMasked ? allowed_in_tile<Layout::kStriped>(row, plan.tile) : 0;
     widen_tile(kElement, raw, x);
     if (kMasked) hide_in_tile(allowed, nothing(row), x);
+    if (kRests && plan.without >= 0) {
+      const int32_t at = static_cast<int32_t>(plan.without - plan.tile * kTile);
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) {
+        if (at == vector_offset<Layout::kStriped>(j / kVector) + j % kVector) x[j] = -INFINITY;
+      }
+    }
     find_step_max(x, step_max);
     loaded = false;
     if (kBytes == 2 && !kMasked && k + 1 < last) {
@@ -237,14 +286,14 @@ __device__ __forceinline__ void scan_any_tiles(ScanMemory* memory, int32_t first
 }
 
 // Scans the tiles that are planned. Collective over the block, which meets before and after.
-template <bool kMasked, Elements kElements>
+template <bool kMasked, Elements kElements, bool kRests>
 __device__ __forceinline__ void scan_planned(ScanMemory* memory) {
   const auto scan = [&](auto element, int way) {
     constexpr auto kElement = decltype(element)::value;
     const int32_t plain = way > 0 ? memory->ends[way - 1] : 0;
     const int32_t others = memory->ends[way];
     if (!kMasked) sum_plain_tiles<kElement>(memory, plain, others);
-    scan_any_tiles<kElement, kMasked>(memory, others, memory->ends[way + 1]);
+    scan_any_tiles<kElement, kMasked, kRests>(memory, others, memory->ends[way + 1]);
   };
   if constexpr (are_plain(kElements)) {
     scan(std::integral_constant<Element, element_of(kElements)>{}, 0);
@@ -257,38 +306,37 @@ __device__ __forceinline__ void scan_planned(ScanMemory* memory) {
 }
 
 // The summaries of the planned tiles. Collective over the block.
-__device__ __forceinline__ void write_planned(ScanMemory* memory, TileSummary* summaries,
-                                              int64_t tiles) {
+__device__ __forceinline__ void write_planned(ScanMemory* memory, TileSummary* summaries) {
   write_summaries(memory->count, [&](int32_t k, int32_t warp) -> PartOfTile {
     const TilePlan& plan = memory->plans[memory->order[k].plan];
     WarpSummary part = memory->of_warp[k][warp];
     if (plan.is_plain) part = {part.max, 0, is_valid_sum(part.max, part.sum), part.sum, 0.0f};
-    return {plan.scan, part, summaries + plan.row * tiles + plan.tile};
+    return {plan.scan, part, summaries + plan.summary};
   });
 }
 
 // Scans all tiles of this block (kMasked: all rows have a mask, else none; kElements: what all of
 // them hold). done(memory): the block's threads have met, and seen the summaries of these
 // tiles. Collective over the block.
-template <bool kMasked, Elements kElements, typename Tasks, typename Done>
-__device__ __forceinline__ void scan_all(const RowsToScan<Tasks>& rows, const Done& done) {
+template <bool kMasked, Elements kElements, typename Tasks, typename Rests, typename Done>
+__device__ __forceinline__ void scan_all(const RowsToScan<Tasks, Rests>& rows, const Done& done) {
   __shared__ SharedArray<ScanMemory, 1> shared;
   ScanMemory* memory = shared.data();
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWaiting;
-  for (int64_t first = blockIdx.x; first < rows.count * rows.tiles; first += step) {
+  for (int64_t first = blockIdx.x; first < rows.all_tiles(); first += step) {
     if (threadIdx.x < kWarp) plan_tiles<kElements>(rows, first, memory);
     __syncthreads();
     const bool any = memory->count > 0;
-    if (any) scan_planned<kMasked, kElements>(memory);
+    if (any) scan_planned<kMasked, kElements, Rests::kAny>(memory);
     __syncthreads();
-    if (any) write_planned(memory, rows.summaries, rows.tiles);
+    if (any) write_planned(memory, rows.summaries);
     __syncthreads();
     if (any) done(memory);
   }
 }
 
-template <bool kMasked, Elements kElements, typename Tasks>
-__device__ __forceinline__ void scan_all(const RowsToScan<Tasks>& rows) {
+template <bool kMasked, Elements kElements, typename Tasks, typename Rests>
+__device__ __forceinline__ void scan_all(const RowsToScan<Tasks, Rests>& rows) {
   scan_all<kMasked, kElements>(rows, [](ScanMemory*) {});
 }
 

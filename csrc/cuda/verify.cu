@@ -43,7 +43,7 @@ __device__ __forceinline__ void prefetch_first_tiles(const VerifyParams& p, cons
   if (threadIdx.x < kWarp) return;
   const int thread = static_cast<int>(threadIdx.x) - kWarp;
   const int64_t k = blockIdx.x + static_cast<int64_t>(thread / kOfTile) * gridDim.x;
-  if (k >= p.batch * s.rows * s.tiles) return;
+  if (k >= s.whole) return;
   const auto [unit, tile] = place_in(k, s.tiles);
   const auto [b, slot] = place_in(unit, s.rows);
   prefetch_tiles(row_of_slot(p, b, slot), {tile, tile + 1}, thread % kOfTile, kOfTile, 2);
@@ -54,11 +54,10 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
     scan_laws(const VerifyParams p, const Scratch s) {
   begin_kernel();
   prefetch_first_tiles(p, s);
-  const int64_t count = p.batch * s.rows;
-  clear_counters(s.counters, count);
+  clear_counters(s.counters, p.batch * s.rows);
   const ChainRows rows{p, s.rows};
-  scan_all<kMasked, kElements>(
-      RowsToScan<ChainRows>{rows, count, s.tiles, s.summaries, s.group_max, false, s.tasks});
+  scan_all<kMasked, kElements>(RowsToScan<ChainRows, ChainRests>{
+      rows, s.whole, s.tiles, s.summaries, s.group_max, false, s.tasks, {p, s.rows, s.all}});
 }
 
 #if SPECDEC_LISTS
@@ -133,10 +132,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     draw_extra(const VerifyParams p, const Scratch s, int64_t splits) {
-  begin_kernel();
+  let_next_launch_begin();
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
+  const Share share = share_of(num_tiles(p.target.vocab), unit.split, splits);
+  wait_for_launch_before();
   copy_by_block(request.data(), s.requests[b]);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   if constexpr (are_plain(kElements)) {
     Drawn drawn;
     double log_z = 0.0;
-    if (draw_by_parts<kElements>(task, sums, s.counters + b, unit.split, splits, &drawn, &log_z)) {
+    if (draw_by_parts<kElements>(task, sums, s.counters + b, share, splits, &drawn, &log_z)) {
       write_extra_token(p, b, request[0].accepted, drawn.token,
                         law_log_probability(task.target_law, drawn.logit, log_z));
     }
@@ -173,8 +174,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     scan_raw(const VerifyParams p, const Scratch s) {
   begin_kernel();
   const RawRows rows{p};
-  scan_all<kMasked, Elements::kAny>(RowsToScan<RawRows>{rows, p.batch * (p.gamma + 1), s.tiles,
-                                                        s.summaries, nullptr, false, nullptr});
+  scan_all<kMasked, Elements::kAny>(RowsToScan<RawRows>{
+      rows, p.batch * (p.gamma + 1) * s.tiles, s.tiles, s.summaries, nullptr, false, nullptr});
 }
 
 // A warp a row.
@@ -209,7 +210,9 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   s.races = runs_races(p.rule);
   s.draws = has_draft;
   const int64_t rows = p.batch * s.rows;
-  const auto summaries = workspace->reserve<TileSummary>(rows * s.tiles);
+  s.whole = rows * s.tiles;
+  s.all = s.whole + (reads_draft_law(p.rule) && !has_draft ? p.batch * p.gamma : 0);
+  const auto summaries = workspace->reserve<TileSummary>(s.all);
   const auto group_max = workspace->reserve<float>(filters ? rows * s.groups : 0);
   const auto laws = workspace->reserve<RowLaw>(filters ? rows : 0);
   const auto extras = workspace->reserve<double>(filters || s.races ? rows : 0);
@@ -222,6 +225,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const auto counters = workspace->reserve<uint32_t>(rows);
   workspace->allocate(gpu);
   s.summaries = workspace->at(summaries);
+  s.rests = s.summaries + s.whole;
   s.group_max = filters ? workspace->at(group_max) : nullptr;
   s.laws = workspace->at(laws);
   s.extras = workspace->at(extras);
@@ -256,7 +260,7 @@ void launch_scan(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {
   const bool decides_next = !s.finished && !s.races && s.sums == 0;
   const int64_t next = decides_next ? p.batch : 0;
   launch(gpu, "scan_laws", masked ? kScanMasked : kScan[elements_of_rows(p)],
-         blocks_to_scan(gpu, p.batch * s.rows * s.tiles, scan_blocks(masked), next), p, s);
+         blocks_to_scan(gpu, s.whole, scan_blocks(masked), next, s.all - s.whole), p, s);
 }
 
 void launch_raw_logprobs(const Gpu& gpu, const VerifyParams& p, const Scratch& s) {

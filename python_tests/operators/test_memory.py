@@ -29,10 +29,17 @@ variants = [
     dict(vocab=4133, allowed_mask=True), dict(vocab=33, draft_vocab=9, draft_token_ids=True),
     dict(vocab=95, draft_vocab=77, allowed_mask=True, draft_token_ids=True, packed=True),
     dict(vocab=4099, rule="coupled", allowed_mask=True), dict(vocab=1, rule="coupled"),
+    dict(vocab=4111, draft="none"), dict(vocab=9, draft="none", allowed_mask=True),
+    dict(vocab=97, draft="none", wild=-1), dict(vocab=97, draft="none", wild=10**6),
+    dict(vocab=97, draft_vocab=31, wild=-1),
 ]
 ops = torch.ops.specdec
 for seed, variant in enumerate(variants):
+    wild = variant.pop("wild", None)  # a draft token that leads out of bounds, if it is followed
     case = make_case(seed, **{"batch": 3, "gamma": 3, **variant})
+    if wild is not None:
+        tokens = torch.full_like(case.inputs["draft_tokens"], wild)
+        case = case.replace(draft_tokens=tokens)
     for side in ("end", "start"):
         beside = {
             k: fenced(v.contiguous(), side)
