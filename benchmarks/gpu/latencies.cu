@@ -1,6 +1,7 @@
 // What one instruction after another takes on a GPU, in cycles of a multiprocessor: what
-// benchmarks/gpu/model/machine.py believes, measured. And what memory gives to blocks that read
-// side by side, as csrc/cuda/scan.cuh does, or a row each.
+// benchmarks/gpu/model/machine.py believes, measured; what it takes to fetch instructions that a
+// launch has not executed yet; and what memory gives to blocks that read side by side, as
+// csrc/cuda/scan.cuh does, or a row each.
 //
 //     nvcc -O3 -std=c++17 -arch=native benchmarks/gpu/latencies.cu -o latencies && ./latencies
 //
@@ -123,6 +124,25 @@ __global__ void chain(uint32_t begin, const uint32_t* zeros, Result* result) {
     cycles = clock64() - start + (x == 0xdeadbeef);
   }
   if (threadIdx.x == 0) *result = {cycles, x};
+}
+
+// ---- instructions ---
+
+// Runs kCount instructions twice, of which up to four wait for nothing. What a launch of another
+// `kOther` leaves in the caches of instructions is none of these.
+template <int kCount, int kOther>
+__global__ void straight(uint32_t begin, Result* results) {
+  uint32_t x[4] = {begin, begin + 1, begin + 2, begin + kOther};
+#pragma unroll 1
+  for (int round = 0; round < 2; ++round) {
+    const long long start = clock64();
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      asm volatile("mad.lo.u32 %0, %0, %0, 1;" : "+r"(x[k % 4]));
+    }
+    const long long cycles = clock64() - start;
+    if (threadIdx.x == 0) results[round] = {cycles, x[0] + x[1] + x[2] + x[3]};
+  }
 }
 
 // ---- memory ---
@@ -306,6 +326,21 @@ void measure(const char* name, const uint32_t* zeros, uint32_t begin, int thread
   print(name, cycles_of_a_step());
 }
 
+template <int kCount>
+void measure_straight() {
+  straight<8192, 1><<<1056, 32>>>(1, g_result);  // all multiprocessors forget the others
+  straight<kCount, 0><<<1, 32>>>(1, g_result);
+  check(cudaDeviceSynchronize(), "straight code");
+  Result found[2];
+  check(cudaMemcpy(found, g_result, sizeof found, cudaMemcpyDeviceToHost), "its results");
+  for (const bool again : {false, true}) {
+    char name[64];
+    std::snprintf(name, sizeof name, "instruction of %d KB, %s", kCount * 16 / 1024,
+                  again ? "again" : "the first time");
+    print(name, static_cast<double>(found[again].cycles) / kCount);
+  }
+}
+
 template <bool kL1>
 void measure_walk(const char* name, uint32_t* lines, uint64_t bytes, int rounds, bool touched) {
   const uint64_t count = bytes / 128;
@@ -321,7 +356,7 @@ int main() {
   cudaDeviceProp seen;
   check(cudaGetDeviceProperties(&seen, 0), "properties");
   std::printf("{\n  \"gpu\": \"%s\"", seen.name);
-  check(cudaMalloc(&g_result, sizeof(Result)), "memory");
+  check(cudaMalloc(&g_result, 2 * sizeof(Result)), "memory");
   check(cudaMalloc(&g_seen, sizeof *g_seen), "memory");
   uint32_t* lines;
   check(cudaMalloc(&lines, uint64_t{4} << 30), "memory");
@@ -342,6 +377,9 @@ int main() {
   measure<Barrier>("barrier of 32 threads", lines, 1, 32);
   measure<Shared>("shared", lines, 0);
   measure<SharedAtomic>("shared atomic and shift", lines, 0, 1);
+  measure_straight<256>();
+  measure_straight<1024>();
+  measure_straight<4096>();
   measure_walk<true>("L1", lines, 16 << 10, 3, true);
   measure_walk<false>("L2", lines, 8 << 20, 1, true);
   measure_walk<false>("DRAM, 256 MB", lines, 256 << 20, 1, false);

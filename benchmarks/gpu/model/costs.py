@@ -1,9 +1,9 @@
 """What an instruction of PTX costs: the machine instructions that it becomes, and its latency.
 
 The counts are the review's (see `machine`), read off SASS of sm_90 that nvcc made of such code:
-counts of a scan's loop came within 4 % of the loop's own. Latencies of MUFU, of conversions to
-float64 and of divisions were measured (latencies.cu). An instruction that costs nothing is folded
-into its user, or disappears.
+counts of a scan's loop came within 4 % of the loop's own. Latencies of MUFU, of float64, of
+conversions to it and of divisions were measured (latencies.cu). An instruction that costs nothing
+is folded into its user, or disappears.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FREE = Cost(0, 0)
 ALU = Cost(1, 5)
 ALU_64 = Cost(2, 8)  # two instructions, the second one needs the first one's carry
 LOGIC_64 = Cost(2, 5)
-FP64 = Cost(1, 8)
+FP64 = Cost(1, 13)
 MULTIPLY_64 = Cost(4, 14)
 MULTIPLY_HIGH_64 = Cost(8, 30)
 SPECIAL = Cost(1, 17)  # MUFU

@@ -30,9 +30,9 @@ class Latencies:
     branch: int = 10  # review: a branch that is taken
     divergence: int = 10  # review: a warp that parts
     #: Of each machine instruction that a block has not executed yet. Fitted to that record's four
-    #: calls of one request, which take 22, 22, 28 and 41 us: the model says 23, 23, 25 and 34 with
-    #: it, and 16, 16, 17 and 22 without it.
-    fetch: float = 6
+    #: calls of one request, which take 22, 22, 28 and 41 us: the model says 23, 23, 27 and 37 with
+    #: it, and 15, 15, 16 and 21 without it.
+    fetch: float = 8
     call: int = 60  # review: a function that was not inlined, its saved registers included
 
 
