@@ -2,8 +2,8 @@
 //
 // Before the launch that found the laws has ended, threads read what the call was given: draft
 // token, its logits, coin. Then half a warp finds a row's law, which gives the token's probability.
-// Nodes are taken 32 at once. Every warp goes down the chain by itself, because that takes less
-// time than to be told.
+// Nodes are taken 32 at once. Where the others have nothing else to do, every warp goes down the
+// chain by itself, because that takes less time than to be told.
 //
 // Reads 32 bytes a tile and row, or a row's law where cutoffs were found. Numerics: core/chain.h.
 // Included by verify.cu alone, through decide_alone.cuh and decide_block.cuh.
@@ -24,6 +24,14 @@ enum class Reads {
   kTarget,  // nothing: the rule tests them by the target's law alone
 };
 
+// Where the last token falls in a row of which nothing is read but what the scan has left.
+struct TilePlace {
+  int64_t tile;
+  int64_t excluded;  // the token that is left out; -1: none
+  double part;       // of the tile's mass, up to the token
+  float max;         // the tile's largest logit
+};
+
 struct ChainNode {
   LawRow target;
   LawRow draft;   // of a sampled token
@@ -32,9 +40,10 @@ struct ChainNode {
   double coin;    // that tests the token or, in the block rule, the node
   double p;       // of the token
   double q;
-  double extra;    // what the rule asked for besides (extra_task), but for races
-  int64_t winner;  // of the race; -1: there was none
-  float logit;     // of the token
+  double extra;     // what the rule asked for besides (extra_task), but for races
+  int64_t winner;   // of the race; -1: there was none
+  TilePlace place;  // if the last token is drawn at the node, by tiles (draw_at_once.cuh)
+  float logit;      // of the token
   float draft_logit;
   bool known;    // the target has the token
   bool sampled;  // NodeFacts; until laws are known, whether the draft's is asked for
@@ -42,7 +51,9 @@ struct ChainNode {
   bool ends;     // NodeFacts
 };
 
-using ChainNodes = SharedArray<ChainNode, kNodesAtOnce>;
+struct ChainNodes : SharedArray<ChainNode, kNodesAtOnce> {
+  TilePlace place;  // of the node where the last token is drawn, once that one is forgotten
+};
 
 // The lowest lane in a ballot, kWarp if there is none.
 __device__ int lowest_lane(unsigned ballot) { return ballot != 0 ? __ffs(ballot) - 1 : kWarp; }
@@ -55,6 +66,7 @@ __device__ __forceinline__ bool lacks_draft_law(const ChainNode& node) {
 
 // A thread with time left: nodes are the first warps' first.
 __device__ __forceinline__ bool is_clerk() { return threadIdx.x == kThreads - kWarp; }
+__device__ __forceinline__ bool is_in_clerks_warp() { return threadIdx.x >= kThreads - kWarp; }
 
 // ---- what the call was given ---
 
@@ -202,6 +214,8 @@ struct Descent {
   double inflow = 1.0;   // block rule: of the next node
   int64_t accepted = 0;  // so far
   int64_t leaf = 0;      // block rule: where the draft ends or, if it goes on, the next node
+  int reports = 0;       // of these nodes: the first ones report their tokens' log-probabilities
+  int draws = -1;        // the one of them where the last token is drawn; -1: none
 };
 
 // By one thread: the last token is drawn at this node.
@@ -282,8 +296,9 @@ __device__ __forceinline__ double flow_through(const Request& r, int64_t base,
   return mine;
 }
 
-// Flips the coins of these nodes, by every warp for itself; the deepest node that accepts wins.
-// `inflow` and `mass`, that of the residual where it was asked for, are of the lane's node.
+// Flips the coins of these nodes, by the clerk's warp, or by every warp for itself; the deepest
+// node that accepts wins. `inflow` and `mass`, that of the residual where it was asked for, are of
+// the lane's node.
 template <Reads kReads>
 __device__ __forceinline__ void flip_coins(const VerifyParams& p, Request* r, int64_t base,
                                            ChainNodes* nodes, double inflow, double mass,
@@ -298,7 +313,7 @@ __device__ __forceinline__ void flip_coins(const VerifyParams& p, Request* r, in
     const double acceptance =
         lane == leaf ? inflow : block_acceptance(inflow, sampled, mass, node.p);
     accepts = block_accepts(*r, node.coin, acceptance);
-    if (threadIdx.x < kWarp) {
+    if (is_in_clerks_warp()) {
       p.accept_probs[r->b * p.gamma + i - 1] = static_cast<float>(acceptance);
     }
   }
@@ -315,7 +330,8 @@ __device__ __forceinline__ void flip_coins(const VerifyParams& p, Request* r, in
     if (starves) r->status |= kNoDraftLaw;
   }
   // If it goes on behind these nodes, one of them may be the winner all the same: end_flow.
-  report_log_probabilities(p, *r, base, d->goes_on ? leaf : winner, nodes);
+  d->reports = d->goes_on ? leaf : winner;
+  d->draws = winner;
 }
 
 // Once the leaf is known: where the inflow has run dry nothing is accepted, and what nodes after

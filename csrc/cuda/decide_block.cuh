@@ -137,13 +137,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
         add_up_masses(s, r, tiles, nodes.data(), base, asking, inflow, masses + sums * s.tiles);
     sums += __popc(asking.others);
     flip_coins<Reads::kLaws>(p, &r, base, &nodes, inflow, mass, &d);
+    report_log_probabilities(p, r, base, d.reports, &nodes);
     if (!d.goes_on) break;
   }
   end_flow(p, r, d);
   bool drawn = false;
   if (s.finished) {
     __syncthreads();  // the clerk has decided
-    drawn = draw_at_once<true>(p, s, r);
+    drawn = draw_at_once<true>(p, s, r, nodes.place);
   }
   if (threadIdx.x >= kThreads - kWarp) close_request<Reads::kLaws>(p, s, r, drawn);
 }

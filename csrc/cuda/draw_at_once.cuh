@@ -24,7 +24,7 @@ using namespace SPECDEC_CPU_ISA;
 // The weights of a law's tiles, in integers.
 struct TileMasses {
   const TileSummary* tiles;
-  RowLaw law;
+  ExpWeight weight;
   int64_t own;              // the tile that has lost an entry; -1: none
   const TileSummary* rest;  // what is left of it
 
@@ -33,11 +33,11 @@ struct TileMasses {
   }
   __device__ __forceinline__ uint64_t operator()(int64_t t) const {
     const TileSummary& tile = at(t);
-    const float weight = ExpWeight(law).log2_weight(tile.max);
+    const float shift = weight.log2_weight(tile.max);
     const double found = tile.sum;
     // Rounding must not carry a row's sum over 2^64.
     const double bounded = found < static_cast<double>(kTile) ? found : static_cast<double>(kTile);
-    return bounded > 0.0 ? static_cast<uint64_t>(exp2_weight(weight) * bounded * kLawUnit) : 0;
+    return bounded > 0.0 ? static_cast<uint64_t>(exp2_weight(shift) * bounded * kLawUnit) : 0;
   }
 };
 
@@ -94,43 +94,62 @@ __device__ __forceinline__ Drawn passing_entry(int64_t first, const float (&logi
   return {first + passed, logit};
 }
 
-// The token that a draw leaves out, -1 if there is none.
-__device__ __forceinline__ int64_t excluded_of(const DrawTask& task) {
-  return task.residual && task.excluded < task.target.vocab ? task.excluded : -1;
+// ---- of a row without a filter ---
+
+// Where a draw by u falls in a row of which the scan has left n tiles, and `rest` of the one with
+// the `excluded` token. By a full warp.
+__device__ __forceinline__ TilePlace find_place(const RowLaw& law, const TileSummary* tiles,
+                                                int64_t n, const TileSummary* rest,
+                                                int64_t excluded, double u) {
+  constexpr int kTilesHeld = 2;
+  const ExpWeight weight(law.max, law.scale);
+  TileMasses masses{tiles, weight, excluded < 0 ? -1 : excluded / kTile, rest};
+  uint64_t total = 0;
+  DrawnPart place;
+#pragma unroll 1
+  for (;; excluded = masses.own = -1) {  // once more from the target's own law if nothing is left
+    place = find_part<kTilesHeld>(masses, n, u, &total);
+    if (total > 0 || excluded < 0) break;
+  }
+  const double mass = static_cast<double>(masses(place.index));
+  return {place.index, excluded, static_cast<double>(place.threshold) / mass,
+          masses.at(place.index).max};
+}
+
+// The places at nodes [base, base + count), a warp a node, if the last token is drawn by tiles. By
+// all warps but the clerk's, if there are others; nobody meets.
+template <Reads kReads>
+__device__ __forceinline__ void find_places(const VerifyParams& p, const Scratch& s,
+                                            const Request& r, int64_t base, int32_t count,
+                                            ChainNodes* nodes) {
+  constexpr int kFinders = kWarps > 1 ? kWarps - 1 : 1;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  if (warp >= kFinders || r.greedy || s.races || has_filter(r.target_filters)) return;
+  for (int32_t k = warp; k < count; k += kFinders) {
+    ChainNode& node = (*nodes)[k];
+    if (!node.target.law.valid) continue;
+    const int64_t i = base + k;
+    const bool replaces = kReads == Reads::kTokens && node.known && node.usable && !node.ends;
+    const TilePlace place =
+        find_place(node.target.law, s.summaries + (r.b * s.rows + i) * s.tiles, s.tiles,
+                   s.rests + r.b * p.gamma + i, replaces ? node.token : -1, r.draw.u);
+    if (threadIdx.x % kWarp == 0) node.place = place;
+  }
 }
 
 // Both functions below draw for a request that needs it. True in the one thread that then has what
 // is drawn; in none where somebody changes the logits meanwhile. Collective over the block, whose
 // threads see the request.
 
-// Of a row without a filter.
-__device__ __forceinline__ bool draw_by_tiles(const VerifyParams& p, const Scratch& s,
-                                              const Request& r, Drawn* drawn) {
-  constexpr int kTilesHeld = 2;
-  const DrawTask& task = r.draw;
-  const Row& row = task.target;
-  const TileSummary* tiles = s.summaries + (r.b * s.rows + r.accepted) * s.tiles;
-  const int64_t n = num_tiles(row.vocab);
-  int64_t excluded = excluded_of(task);
-  TileMasses masses{tiles, task.target_law, excluded < 0 ? -1 : excluded / kTile,
-                    s.rests + r.b * p.gamma + r.accepted};
-  uint64_t total = 0;
-  DrawnPart place;
-#pragma unroll 1
-  for (;; excluded = masses.own = -1) {  // once more from the target's own law if nothing is left
-    place = find_part<kTilesHeld>(masses, n, task.u, &total);
-    if (total > 0 || excluded < 0) break;
-  }
+__device__ __forceinline__ bool draw_by_tiles(const Request& r, const TilePlace& place,
+                                              Drawn* drawn) {
+  const Row& row = r.draw.target;
   RawTile raw;
-  load_tile<Layout::kBlocked>(row, place.index, &raw);
-  // While that is on its way: the part of the tile's mass where the draw falls.
-  const double part =
-      static_cast<double>(place.threshold) / static_cast<double>(masses(place.index));
-  const auto found =
-      weigh_tile(row, task.target_law, place.index, raw, masses.at(place.index).max, excluded);
-  const uint64_t threshold = part_of(found.total, part);
+  load_tile<Layout::kBlocked>(row, place.tile, &raw);
+  const auto found = weigh_tile(row, r.draw.target_law, place.tile, raw, place.max, place.excluded);
+  const uint64_t threshold = part_of(found.total, place.part);
   if (found.before > threshold || threshold - found.before >= found.sum) return false;
-  const int64_t first = place.index * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread;
+  const int64_t first = place.tile * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread;
   *drawn = passing_entry(first, found.logits, found.weights, found.before, threshold);
   return true;
 }
@@ -152,6 +171,11 @@ __device__ __forceinline__ void weigh_vector(const Row& row, const ExpWeight& we
   for (int j = 0; j < kVector; ++j) {
     weights[j] = first + j == excluded ? 0 : fixed_weight(weight(x[j]));
   }
+}
+
+// The token that a draw leaves out, -1 if there is none.
+__device__ __forceinline__ int64_t excluded_of(const DrawTask& task) {
+  return task.residual && task.excluded < task.target.vocab ? task.excluded : -1;
 }
 
 // Groups whose maxima a warp looks at together, a bit each.
@@ -251,12 +275,12 @@ __device__ __forceinline__ bool draw_by_groups(const Scratch& s, const Request& 
   }
 }
 
-// Draws a request's last token, and writes it, where what earlier launches have left of its row is
-// enough: wherever no draft's law is read, else where the row has a shortlist. Whether it is;
-// collective over the block, whose threads have met since the decision.
+// Draws a request's last token (by tiles at `place`), and writes it, where what earlier launches
+// have left of its row is enough: wherever no draft's law is read, else where the row has a
+// shortlist. Whether it is; collective over the block, whose threads have met since the decision.
 template <bool kReadsDraftLaws>
 __device__ __forceinline__ bool draw_at_once(const VerifyParams& p, const Scratch& s,
-                                             const Request& r) {
+                                             const Request& r, const TilePlace& place) {
   if (!needs_draw(r.draw)) return false;
   const bool filters = has_filter(r.target_filters);
   ListedDraw draw =
@@ -264,7 +288,7 @@ __device__ __forceinline__ bool draw_at_once(const VerifyParams& p, const Scratc
   if (!draw.listed) {
     if constexpr (kReadsDraftLaws) return false;
     draw.is_mine =
-        filters ? draw_by_groups(s, r, &draw.drawn) : draw_by_tiles(p, s, r, &draw.drawn);
+        filters ? draw_by_groups(s, r, &draw.drawn) : draw_by_tiles(r, place, &draw.drawn);
     draw.log_z = log(r.draw.target_law.z);
   }
   if (draw.is_mine) {
