@@ -22,6 +22,6 @@
 Left out: queues of the memory system, misses of the constant caches, code that a multiprocessor
 has already, or no longer, spilled registers that come back behind loads under way, bank conflicts,
 and what blocks of one multiprocessor take from each other beyond issue slots and memory bandwidth.
-Calls of the one H200 that was lent took up to 1.2 times as long for one request as the model says,
-and 1.5 to 1.9 times for 32: the records gpu-nvidia-h200-2026-11-26 and gpu-predicted-2026-11-28.
+Calls of the one H200 that was lent took up to 1.1 times as long for one request as the model says,
+and 1.3 to 1.9 times for 32: the record gpu-predicted-2026-11-28-rests, of its first runs.
 """
