@@ -110,10 +110,10 @@ BUDGETS = {
     "decide_alone<0>": Budget(161, spills=30, registers=64),  # Reads of chain_nodes.cuh; it draws
     "decide_alone<1>": Budget(82, registers=64),
     "decide_alone<2>": Budget(143, spills=60, registers=64),  # likewise
-    "decide_block<1>": Budget(163, spills=39, stream=ROW_16, per_entry=7),
-    "decide_block<2>": Budget(163, spills=39, stream=ROW_16, per_entry=7),
-    "decide_block<0>": Budget(159, spills=76, stream=ROW_32, per_entry=6.5),
-    "decide_block<3>": Budget(227, spills=156, stream=ROW_16, per_entry=8.5),
+    "decide_block<1>": Budget(163, spills=42, stream=ROW_16, per_entry=7),
+    "decide_block<2>": Budget(163, spills=42, stream=ROW_16, per_entry=7),
+    "decide_block<0>": Budget(159, spills=78, stream=ROW_32, per_entry=6.5),
+    "decide_block<3>": Budget(227, spills=157, stream=ROW_16, per_entry=8.5),
     "draw_extra<1>": Budget(58, stream=ROW_16, per_entry=15),
     "draw_extra<2>": Budget(58, stream=ROW_16, per_entry=14),
     "draw_extra<0>": Budget(58, stream=ROW_32, per_entry=15.5),
