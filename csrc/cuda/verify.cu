@@ -13,11 +13,12 @@
 // first and 1 after `laws` (token_lists.cuh).
 //
 // Reads 2 or 4 bytes per entry of each target and draft row; again both rows of the residuals of
-// undecided nodes, and of the final residual, unless few entries are kept (shortlist.cuh); or each
-// target row again for a race; and what masks and reduced vocabularies cost (tile.cuh). Unlike the
-// CPU's, a stepwise rule reads the rows after its first failure too: waiting for the decision would
-// leave the chip idle. Writes O(rows x tiles). Numerics: core/; float sums in fixed tiles combined
-// in tile order, so that neither splits nor the batch change a bit.
+// undecided nodes, and of the final residual, unless few entries are kept (shortlist.cuh), or
+// deterministic draft tokens' tiles in the place of that; or each target row again for a race; and
+// what masks and reduced vocabularies cost (tile.cuh). Unlike the CPU's, a stepwise rule reads the
+// rows after its first failure too: waiting for the decision would leave the chip idle. Writes
+// O(rows x tiles). Numerics: core/; float sums in fixed tiles combined in tile order, so that
+// neither splits nor the batch change a bit.
 #include "cutoff.cuh"
 #include "decide_alone.cuh"
 #include "decide_block.cuh"
