@@ -86,7 +86,7 @@ __device__ float thread_overlap(const Pair& pair, int64_t tile) {
 
 // Grid: (row, split).
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    sum_overlaps(const Rows rows, const LawScratch s, double* tile_sums, int64_t splits) {
+    sum_overlaps(const Rows rows, const LawScratch s, double* tile_sums, Divisor splits) {
   begin_kernel();
   __shared__ SharedArray<Pair, 1> pair;
   const auto [r, split] = this_unit(splits);

@@ -21,8 +21,9 @@ constexpr int kNodesAtOnce = 32;
 // Rows of a request: target rows 0 .. gamma, then draft rows 0 .. gamma - 1 if there is a draft
 // law.
 struct Scratch {
-  int64_t rows = 0;       // of a request
-  int64_t tiles = 0;      // of the wider vocabulary: the stride of a row's tiles
+  Divisor rows;           // of a request
+  Divisor tiles;          // of the wider vocabulary: the stride of a row's tiles
+  Divisor gamma;          // draft tokens of a request
   int64_t groups = 0;     // likewise
   bool finished = false;  // finish_laws has found the laws, else they are in the summaries
   bool races = false;
@@ -52,6 +53,7 @@ __device__ Request count_columns(const VerifyParams& p, int64_t b) {
   Request r = begin_request(p, b);
   const int64_t length = draft_length(p, b, &r.status);
   r.drafted = length;
+#pragma unroll 1
   for (int64_t base = 0; base < length && r.drafted == length; base += kWarp) {
     const int64_t i = base + lane;
     const bool usable = i >= length || column_state(p, b, i) == ColumnState::kUsable;
@@ -76,6 +78,7 @@ __device__ void open_in_block(const VerifyParams& p, int64_t b, Request* shared)
     Request r = count_columns(p, b);
     if (!r.greedy) {
       bool in_range = is_uniform_in_range(p.randomness, b, p.gamma);
+#pragma unroll 1
       for (int64_t slot = threadIdx.x; slot < r.drafted; slot += kWarp) {
         in_range &= is_uniform_in_range(p.randomness, b, slot);
       }
@@ -126,7 +129,7 @@ __device__ __forceinline__ Request request_up_to(const VerifyParams& p, int64_t 
 // All rows of a call, as scan.cuh wants them.
 struct ChainRows {
   const VerifyParams& p;
-  int64_t rows;  // of a request
+  const Divisor& rows;  // of a request
 
   __device__ __forceinline__ RowTask operator()(int64_t k) const {
     const auto [b, slot] = place_in(k, rows);
@@ -143,15 +146,16 @@ struct ChainRows {
 struct ChainRests {
   static constexpr bool kAny = true;
   const VerifyParams& p;
-  int64_t rows;  // of a request
+  const Divisor& rows;   // of a request
+  const Divisor& gamma;  // draft tokens of a request
   int64_t end;
 
   __device__ __forceinline__ int64_t row(int64_t k) const {
-    const auto [b, i] = place_in(k, p.gamma);
+    const auto [b, i] = place_in(k, gamma);
     return b * rows + i;
   }
   __device__ __forceinline__ int64_t entry(int64_t k) const {
-    const auto [b, i] = place_in(k, p.gamma);
+    const auto [b, i] = place_in(k, gamma);
     const int64_t token = column_at(p, b, i).token;
     return token < p.target.vocab ? token : -1;
   }

@@ -110,6 +110,7 @@ template <Reads kReads>
 __device__ __forceinline__ void open_nodes(const VerifyParams& p, const Request& r, int64_t base,
                                            int32_t count, ChainNodes* nodes) {
   const int32_t rows = kReads == Reads::kLaws ? 2 * count : count;
+#pragma unroll 1
   for (int32_t k = static_cast<int32_t>(threadIdx.x); k < rows; k += kThreads) {
     const bool of_draft = kReads == Reads::kLaws && k >= count;
     const int32_t node = of_draft ? k - count : k;
@@ -182,6 +183,7 @@ __device__ __forceinline__ void find_laws_of(const VerifyParams& p, const Scratc
                                              ChainNodes* nodes) {
   const int32_t rows = kReads == Reads::kLaws ? 2 * count : count;
   const int32_t half = static_cast<int32_t>(threadIdx.x) / kLawLanes;
+#pragma unroll 1
   for (int32_t first = half & ~1; first < rows; first += kThreads / kLawLanes) {
     const int32_t mine = first + half % 2;
     const int32_t k = mine < rows ? mine : first;
@@ -197,6 +199,7 @@ __device__ __forceinline__ void report_log_probabilities(const VerifyParams& p, 
                                                          int64_t base, int32_t count,
                                                          ChainNodes* nodes) {
   if (threadIdx.x % kWarp != 0) return;
+#pragma unroll 1
   for (int32_t k = threadIdx.x / kWarp; k < count; k += kWarps) {
     const ChainNode& node = (*nodes)[k];
     if (!node.known) continue;
@@ -269,6 +272,7 @@ __device__ __forceinline__ double flow_through(const Request& r, int64_t base,
   const int end = lowest_lane(__ballot_sync(kAllLanes, over));
   double mine = d->inflow;  // the inflow of the lane's node
   if constexpr (kReads == Reads::kLaws) {
+#pragma unroll 1
     for (int k = 0; k < end; ++k) {
       const ChainNode& node = nodes[k];
       d->inflow = child_inflow(node_with(d->inflow), node.p, node.q, 1.0, node.sampled);
@@ -277,6 +281,7 @@ __device__ __forceinline__ double flow_through(const Request& r, int64_t base,
   } else {
     constexpr int kApart = 8;  // tokens whose probabilities are fetched side by side
     const double p_of_lane = there ? nodes[lane].p : 0.0;
+#pragma unroll 1
     for (int first = 0; first < end; first += kApart) {
       double p_of[kApart];
 #pragma unroll
@@ -339,6 +344,7 @@ __device__ __forceinline__ void flip_coins(const VerifyParams& p, Request* r, in
 __device__ __forceinline__ void end_flow(const VerifyParams& p, const Request& r,
                                          const Descent& d) {
   if (d.leaf >= kNodesAtOnce) __syncthreads();  // only then there are such reports
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < r.drafted; i += kThreads) {
     const bool taken_back = i >= d.accepted && i < d.leaf;
     if (taken_back && d.leaf >= kNodesAtOnce) p.logprobs[r.b * (p.gamma + 1) + i] = NAN;

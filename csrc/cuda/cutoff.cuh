@@ -45,6 +45,7 @@ __device__ __forceinline__ bool list_groups(CutoffMemory* memory, const float* g
                                             int64_t groups, float floor, int32_t* count) {
   if (threadIdx.x == 0) memory->count = 0;
   __syncthreads();
+#pragma unroll 1
   for (int64_t g = threadIdx.x; g < groups; g += kThreads) {
     if (!(group_max[g] >= floor) || group_max[g] == -INFINITY) continue;
     const int32_t place = atomicAdd(&memory->count, 1);
@@ -71,6 +72,7 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
   };
   if (threadIdx.x == 0) memory->count = 0;
   __syncthreads();
+#pragma unroll 1
   for (int32_t base = threadIdx.x; base < groups * kVectors; base += kInFlight * kThreads) {
     RawVector raw[kInFlight];
 #pragma unroll
@@ -104,6 +106,7 @@ inline __device__ __attribute__((noinline)) float floor_by_bins(CutoffMemory* me
                                                                 int64_t groups, int64_t k,
                                                                 float max) {
   float low = INFINITY;
+#pragma unroll 1
   for (int64_t g = threadIdx.x; g < groups; g += kThreads) {
     if (group_max[g] > -INFINITY) low = fminf(low, group_max[g]);
   }
@@ -113,6 +116,7 @@ inline __device__ __attribute__((noinline)) float floor_by_bins(CutoffMemory* me
     return kLastBin - static_cast<int>(fminf((max - value) * slope, kLastBin));
   };
   clear_histogram(memory);
+#pragma unroll 1
   for (int64_t g = threadIdx.x; g < groups; g += kThreads) {
     if (group_max[g] > -INFINITY) shared_add(&memory->histogram[bin_of(group_max[g])], 1);
   }
@@ -120,6 +124,7 @@ inline __device__ __attribute__((noinline)) float floor_by_bins(CutoffMemory* me
   int bin = 0;
   if (!find_bin(memory, static_cast<uint64_t>(k), &above, &bin)) return -INFINITY;
   float floor = INFINITY;
+#pragma unroll 1
   for (int64_t g = threadIdx.x; g < groups; g += kThreads) {
     if (group_max[g] > -INFINITY && bin_of(group_max[g]) >= bin) floor = fminf(floor, group_max[g]);
   }
@@ -130,6 +135,7 @@ inline __device__ __attribute__((noinline)) float floor_by_bins(CutoffMemory* me
 __device__ __forceinline__ float max_of_groups(const float* group_max, int64_t groups) {
   constexpr int kInFlight = 8;
   float max = -INFINITY;
+#pragma unroll 1
   for (int64_t base = threadIdx.x; base < groups; base += kInFlight * kThreads) {
     float found[kInFlight];
 #pragma unroll
@@ -340,6 +346,7 @@ __device__ __forceinline__ Standing standing_of(const Compared* candidates, int3
       found.before += candidate.entry < mine.entry ? 1 : 0;
     }
   }
+#pragma unroll 1
   for (int32_t lanes = 1; lanes < parts; lanes *= 2) {
     found.mass += __shfl_xor_sync(kAllLanes, found.mass, lanes);
     found.larger += __shfl_xor_sync(kAllLanes, found.larger, lanes);

@@ -185,7 +185,9 @@ __device__ __forceinline__ uint32_t tiles_with_listed(const DrawTask& task, int6
     if (tile >= 0) tiles |= 1u << tile;
   };
   if (task.excluded >= 0) mark(task.excluded);
+#pragma unroll 1
   for (int64_t i = 0; i < task.tried.count; ++i) mark(task.tried.tokens[i]);
+#pragma unroll 1
   for (int64_t i = 0; i < task.no_draft.count; ++i) mark(task.no_draft.tokens[i]);
   return tiles;
 }
@@ -288,6 +290,7 @@ __device__ __attribute__((noinline)) void residual_mass_tiles(const DrawTask& ta
 __device__ __forceinline__ double sum_tiles(const double* values, int64_t n) {
   constexpr int kAtOnce = 4;  // loads under way
   double sum = 0.0;
+#pragma unroll 1
   for (int64_t first = threadIdx.x % kWarp; first < n; first += kAtOnce * kWarp) {
     double value[kAtOnce];
 #pragma unroll
@@ -366,11 +369,13 @@ __device__ __forceinline__ Place find_tile(const uint64_t* tile_sums, int64_t ti
   const int64_t first = threadIdx.x * each;
   const int64_t last = first + each < tiles ? first + each : tiles;
   uint64_t sum = 0;
+#pragma unroll 1
   for (int64_t t = first; t < last; ++t) sum += tile_sums[t];
   uint64_t before = block_exclusive_sum(sum, total);
   const uint64_t threshold = draw_threshold(u, *total);
   if (before <= threshold && threshold < before + sum) {
     int64_t t = first;
+#pragma unroll 1
     while (before + tile_sums[t] <= threshold) before += tile_sums[t++];
     found = {t, threshold - before};
   }
@@ -413,7 +418,7 @@ __device__ __attribute__((noinline)) int64_t find_entry(const DrawTask& task, bo
 // what it holds is known to all threads. kResidual: it may be a residual.
 template <Elements kElements, bool kTree = false, bool kResidual = true>
 __device__ inline bool draw(DrawTask* task, uint64_t* tile_sums, uint32_t* counter, int64_t split,
-                            int64_t splits) {
+                            const Divisor& splits) {
   const int64_t tiles = num_tiles(task->target.vocab);
   bool residual = kResidual && task->residual;
   const Share share = share_of(tiles, split, splits);

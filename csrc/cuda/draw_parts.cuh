@@ -99,6 +99,7 @@ __device__ __forceinline__ DrawnPart find_part(const SumOf& sum_of, int64_t n, d
     for (int k = 0; k < kHeld; ++k) held[k] = base + k < count ? sum_of(first + base + k) : 0;
   };
   uint64_t sum = 0;
+#pragma unroll 1
   for (int base = 0; base < each; base += kHeld) {
     hold(base);
 #pragma unroll
@@ -110,6 +111,7 @@ __device__ __forceinline__ DrawnPart find_part(const SumOf& sum_of, int64_t n, d
   if (ballot == 0) return {n - 1, 0};
   int passed = 0;
   uint64_t prefix = before, reached = before;
+#pragma unroll 1
   for (int base = 0; base < count; base += kHeld) {
     if (each > kHeld) hold(base);  // else they are still there
 #pragma unroll
@@ -178,13 +180,14 @@ __device__ __forceinline__ bool find_in_part(const PartDraw<kElements>& draw, co
 // seen to needs_draw(task); `task` is shared and known to all threads.
 template <Elements kElements>
 __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* part_sums,
-                                              uint32_t* counter, Share share, int64_t splits,
+                                              uint32_t* counter, Share share, const Divisor& splits,
                                               Drawn* drawn, double* log_z) {
   __shared__ SharedArray<PartDraw<kElements>, 1> draw;
   const int64_t tiles = num_tiles(task.target.vocab);
   bool residual = task.residual;
   uint64_t total = 0;
   DrawnPart part{0, 0};
+#pragma unroll 1
   for (bool again = false;; again = true) {
     sum_parts<kElements>(task, residual, share, part_sums, draw.data());
     if (again) {

@@ -264,6 +264,7 @@ template <typename Take>
 __device__ __forceinline__ void for_tiles_of_lane(const TileSummary* tiles, int64_t n,
                                                   const Take& take) {
   constexpr int kAtOnce = 3;
+#pragma unroll 1
   for (int64_t t = threadIdx.x % kLawLanes; t < n; t += kAtOnce * kLawLanes) {
     TileSummary found[kAtOnce];
 #pragma unroll
@@ -313,6 +314,7 @@ __device__ __forceinline__ RowSums sum_row(const TileSummary* tiles, int64_t n, 
 // The lowest arg max of a row of n tiles, one at least.
 __device__ __forceinline__ int64_t first_maximum(const TileSummary* tiles, int64_t n, float max) {
   int64_t first = n - 1;
+#pragma unroll 1
   for (int64_t t = threadIdx.x % kLawLanes; t < first; t += kLawLanes) {
     if (tiles[t].max == max) first = t;
   }

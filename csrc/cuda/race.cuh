@@ -115,6 +115,7 @@ __device__ __forceinline__ void race_tile(const RaceTask& task, int64_t tile, Ru
   for (int j = 0; j < kPerThread; ++j) least[j] = weight(least[j]);
 #pragma unroll
   for (int j = 0; j < kPerThread; j += 2) bound_pair(task, entry_at(tile, j), least + j);
+#pragma unroll 1
   for (;;) {
     // The warp's entry with the least bound first: its time rules most of the others out.
     float lowest = INFINITY;
@@ -139,14 +140,16 @@ __device__ __forceinline__ void race_tile(const RaceTask& task, int64_t tile, Ru
 // last one to arrive at `counter` (0 before the launch, and after it), with *winner set. `task` is
 // shared, and what it holds is known to all threads.
 __device__ inline bool run_race(const RaceTask& task, Runner* found, uint32_t* counter,
-                                int64_t split, int64_t splits, int64_t* winner) {
+                                int64_t split, const Divisor& splits, int64_t* winner) {
   const Share share = share_of(num_tiles(task.row.vocab), split, splits);
   Runner best;
   float limit = INFINITY;
+#pragma unroll 1
   for (int64_t tile = share.first; tile < share.last; ++tile) race_tile(task, tile, &best, &limit);
   best = first_of_block(best);
   if (threadIdx.x == 0) found[split] = best;
   if (!is_last_block(counter, splits)) return false;
+#pragma unroll 1
   for (int64_t s = threadIdx.x; s < splits; s += kThreads) {
     if (comes_before(found[s], best)) best = found[s];
   }

@@ -15,7 +15,7 @@ namespace {
 // Scratch memory for `count` rows of up to `tiles` tiles.
 struct LawScratch {
   int64_t count = 0;
-  int64_t tiles = 0;
+  Divisor tiles;
   TileSummary* summaries = nullptr;  // [count, tiles]
   float* group_max = nullptr;        // [count, tiles, kTileGroups], with filters
   Shortlist* shortlists = nullptr;   // [count], with filters, if anybody draws from the rows
@@ -98,6 +98,7 @@ __device__ __forceinline__ void find_complete_laws(const LawScratch& s, ScanMemo
   }
   __syncthreads();
   int turn = 0;
+#pragma unroll 1
   for (unsigned left = complete; left != 0; left &= left - 1, ++turn) {
     if (turn % kWarps != static_cast<int>(threadIdx.x) / kWarp) continue;
     const TilePlan& plan = memory->plans[memory->order[__ffs(static_cast<int>(left)) - 1].plan];

@@ -80,7 +80,7 @@ __device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& dr
 // Grid: (row, split).
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
-    draw_tokens(const Rows rows, const LawScratch s, uint64_t* tile_sums, int64_t splits) {
+    draw_tokens(const Rows rows, const LawScratch s, uint64_t* tile_sums, Divisor splits) {
   begin_kernel();
   __shared__ SharedArray<DrawTask, 1> draw_memory;
   const auto [b, split] = this_unit(splits);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
 
 // Grid: (row, split).
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    race_tokens(const Rows rows, const LawScratch s, Runner* found, int64_t splits) {
+    race_tokens(const Rows rows, const LawScratch s, Runner* found, Divisor splits) {
   begin_kernel();
   __shared__ SharedArray<DrawTask, 1> draw_memory;
   __shared__ SharedArray<RaceTask, 1> race_memory;

@@ -51,7 +51,7 @@ template <typename Tasks, typename Rests = NoRests>
 struct RowsToScan {
   const Tasks& tasks;
   int64_t whole;           // tiles of all rows, count x tiles
-  int64_t tiles;           // of the widest row: the stride of `summaries`
+  Divisor tiles;           // of the widest row: the stride of `summaries`
   TileSummary* summaries;  // [count, tiles], and those of rests behind them
   float* group_max;        // [count, tiles, kTileGroups], or null
   bool want_argmax;
@@ -121,8 +121,8 @@ constexpr int scan_blocks(bool masked) {
 // `rests` tiles that are scanned once more some blocks have one on top: L2 has these.
 inline int64_t blocks_to_scan(const Gpu& gpu, int64_t tiles, int64_t together, int64_t next = 0,
                               int64_t rests = 0) {
-  if (tiles + rests > UINT32_MAX) {  // place_in
-    throw std::runtime_error("at most 2^32 - 1 tiles of rows are scanned at once, came " +
+  if (tiles + rests > INT32_MAX) {  // Divisor
+    throw std::runtime_error("at most 2^31 - 1 tiles of rows are scanned at once, came " +
                              std::to_string(tiles + rests));
   }
   const int64_t chip = gpu.chip.multiprocessors;

@@ -30,6 +30,7 @@ struct CutoffMemory {
 };
 
 __device__ __forceinline__ void clear_histogram(CutoffMemory* memory) {
+#pragma unroll 1
   for (int bin = threadIdx.x; bin < kRadixBins; bin += kThreads) memory->histogram[bin] = 0;
   __syncthreads();
 }
@@ -43,6 +44,7 @@ __device__ __forceinline__ bool find_bin(CutoffMemory* memory, uint64_t bound, u
   const int last = kLastBin - static_cast<int>(threadIdx.x) * kBinsPerThread;
   uint64_t sum = 0;
   // Each thread begins at another of its bins: neighbours would meet in the same memory bank.
+#pragma unroll 1
   for (int i = 0; i < kBinsPerThread; ++i) {
     sum += memory->histogram[last - static_cast<int>(i + threadIdx.x) % kBinsPerThread];
   }
@@ -51,6 +53,7 @@ __device__ __forceinline__ bool find_bin(CutoffMemory* memory, uint64_t bound, u
   if (*above + total < bound) return false;
   if (so_far < bound && so_far + sum >= bound) {
     int at = last;
+#pragma unroll 1
     while (so_far + memory->histogram[at] < bound) so_far += memory->histogram[at--];
     memory->bin = at;
     memory->above = so_far;
@@ -71,6 +74,7 @@ struct CandidateSource {
 
   template <typename Visit>
   __device__ __forceinline__ void operator()(const Visit& visit) const {
+#pragma unroll 1
     for (int32_t i = threadIdx.x; i < count; i += kThreads) visit(values[i]);
   }
 };

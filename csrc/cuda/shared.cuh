@@ -31,6 +31,7 @@ template <typename T>
 __device__ __forceinline__ void copy_words(T* to, const T& from) {
   static_assert(sizeof(T) % sizeof(uint64_t) == 0 && alignof(T) == alignof(uint64_t), "words");
   const auto* words = reinterpret_cast<const uint64_t*>(&from);
+#pragma unroll 1
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(T) / sizeof(uint64_t)); i += kThreads) {
     reinterpret_cast<uint64_t*>(to)[i] = words[i];
   }

@@ -129,6 +129,7 @@ class Member {
   // further masses come after them.
   template <typename TilesOf>
   __device__ void add_up(int32_t sums, const TilesOf& tiles_of, double* found) {
+#pragma unroll 1
     for (int32_t k = threadIdx.x / kWarp; k < sums; k += kWarps) {
       const double mass = sum_tiles(masses(k), tiles_of(k));
       if (threadIdx.x % kWarp == 0) found[k] = mass;
@@ -154,6 +155,7 @@ class Member {
   __device__ void wait_for_pieces() const {
     constexpr unsigned kPause = 20;  // nanoseconds
     // The counter runs on: whoever is late finds it past the end.
+#pragma unroll 1
     while (static_cast<int32_t>(acquire(&state_->done) - end_) < 0) __nanosleep(kPause);
   }
 
@@ -180,10 +182,12 @@ __device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, int3
   walk->begin([&] {
     if (teams.sums > 0) block.look_ahead();
   });
+#pragma unroll 1
   for (bool first = true;; first = false) {
     const int32_t sums = walk->next(masses, first);
     if (sums == 0) return;
     block.open_round(sums);
+#pragma unroll 1
     for (;;) {
       const Turn turn = block.take_turn();
       if (!turn.has_piece) break;
@@ -205,6 +209,7 @@ __device__ void list_sums(int32_t first, int32_t last, const Asks& asks, Node* n
                           int32_t* sums) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   int32_t found = 0;
+#pragma unroll 1
   for (int32_t base = first; base < last && found < kSumsAtOnce; base += kWarp) {
     const int32_t i = base + lane;
     const bool mine = i < last && asks(i);
@@ -222,6 +227,7 @@ __device__ __forceinline__ void for_each_request(int64_t requests, const Part& d
   const uint32_t blocks = gridDim.x, n = static_cast<uint32_t>(requests);
   const uint32_t first = blockIdx.x % n;
   const uint32_t members = blocks < n ? 1 : blocks / n + (first < blocks % n);
+#pragma unroll 1
   for (uint32_t b = first; b < n; b += blocks) do_part(b, static_cast<int32_t>(members));
 }
 

@@ -42,13 +42,39 @@ __device__ __forceinline__ Place2d place_in(int64_t k, int64_t columns) {
   return {index / width, index % width};
 }
 
+// A number of 1 to 2^31 that the host knows and a kernel divides by: for numbers below 2^31,
+// k / value is k * multiplier >> shift (Granlund and Montgomery 1994, section 4), a few
+// instructions in the place of some twenty.
+struct Divisor {
+  int64_t value;
+  uint32_t multiplier;
+  uint32_t shift;
+
+  // Not 0, by which nothing is divided: where there are no columns there are no entries.
+  __host__ __device__ Divisor(int64_t number = 1) : value(number), shift(31) {
+    while (int64_t{1} << (shift - 31) < number) ++shift;
+    const uint64_t power = uint64_t{1} << shift;
+    const uint64_t divisor = number > 0 ? static_cast<uint64_t>(number) : 1;
+    multiplier = static_cast<uint32_t>((power + divisor - 1) / divisor);
+  }
+  __host__ __device__ operator int64_t() const { return value; }
+};
+
+// The same for k below 2^31.
+__device__ __forceinline__ Place2d place_in(int64_t k, const Divisor& columns) {
+  const uint32_t index = static_cast<uint32_t>(k), width = static_cast<uint32_t>(columns.value);
+  const uint32_t row = static_cast<uint32_t>(uint64_t{index} * columns.multiplier >> columns.shift);
+  return {row, index - row * width};
+}
+
 // Block k of a launch of [units, splits] blocks.
 struct Unit {
   int64_t index;
   int64_t split;
 };
 
-__device__ __forceinline__ Unit this_unit(int64_t splits) {
+template <typename Count>  // int64_t or Divisor
+__device__ __forceinline__ Unit this_unit(Count splits) {
   const Place2d place = place_in(blockIdx.x, splits);
   return {place.row, place.column};
 }
@@ -60,8 +86,9 @@ struct Share {
 constexpr int64_t kMostSplits = 4096;
 
 // Tiles of block `split` of `splits` that share a row: of fewer than 2^19 tiles
-// (csrc/torch/arguments.cpp), by at most kMostSplits.
-__device__ __forceinline__ Share share_of(int64_t tiles, int64_t split, int64_t splits) {
+// (csrc/torch/arguments.cpp), by at most kMostSplits. Count: int64_t or Divisor.
+template <typename Count>
+__device__ __forceinline__ Share share_of(int64_t tiles, int64_t split, Count splits) {
   const uint32_t n = static_cast<uint32_t>(tiles), k = static_cast<uint32_t>(split);
   return {place_in(n * k, splits).row, place_in(n * (k + 1), splits).row};
 }
@@ -100,6 +127,7 @@ __device__ __forceinline__ void prefetch_tiles(const Row& row, const Share& tile
   const int64_t bytes = row.element == Element::kFloat32 ? 4 : 2;
   const int64_t last = tiles.last * kTile < row.vocab ? tiles.last * kTile : row.vocab;
   int64_t place = tiles.first * kTile * bytes + thread * kLine;
+#pragma unroll 1
   for (int32_t k = 0; k < most && place < last * bytes; ++k, place += threads * kLine) {
     prefetch_line(static_cast<const char*>(row.data) + place);
   }
@@ -313,6 +341,7 @@ __device__ __forceinline__ void exclude(const Row& row, int64_t tile, int64_t to
 template <Layout kLayout>
 __device__ __forceinline__ void exclude_all(const Row& row, int64_t tile, const TokenList& list,
                                             float* x) {
+#pragma unroll 1
   for (int64_t i = 0; i < list.count; ++i) exclude<kLayout>(row, tile, list.tokens[i], x);
 }
 

@@ -39,8 +39,11 @@ __device__ __forceinline__ uint64_t list_entry(int64_t token, float prob) {
 
 // Sorts n entries, a power of two. Collective over the block; `entries` are shared.
 __device__ __forceinline__ void sort_entries(uint64_t* entries, int32_t n) {
+#pragma unroll 1
   for (int32_t run = 2; run <= n; run *= 2) {
+#pragma unroll 1
     for (int32_t stride = run / 2; stride > 0; stride /= 2) {
+#pragma unroll 1
       for (int32_t pair = threadIdx.x; pair < n / 2; pair += kThreads) {
         const int32_t low = pair / stride * stride * 2 + pair % stride;
         const uint64_t a = entries[low], b = entries[low + stride];
@@ -65,12 +68,14 @@ __global__ void __launch_bounds__(kThreads)
   const GivenList list = given_list(draft, lists, b, s);
   const int32_t width = static_cast<int32_t>(lists.width);
   int32_t padded = 1;
+#pragma unroll 1
   while (padded < width) padded *= 2;
   if (threadIdx.x == 0) {
     count = 0;
     broken = list.probs.data == nullptr;
   }
   __syncthreads();
+#pragma unroll 1
   for (int32_t k = threadIdx.x; k < padded; k += kThreads) {
     entries[k] = kNotListed;
     if (k >= width || list.probs.data == nullptr) continue;
@@ -83,6 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   sort_entries(entries, padded);
+#pragma unroll 1
   for (int32_t k = threadIdx.x; k < width; k += kThreads) {
     const uint64_t entry = entries[k];
     const uint32_t bits = static_cast<uint32_t>(entry);
@@ -101,8 +107,10 @@ __device__ __forceinline__ void scan_list(const Row& row, int64_t first, int64_t
                                           TileSummary* out) {
   __shared__ WarpSummary of_warp[kWaiting][kWarps];
   const ScanTask task(row, Filters{}, false, ExtraTask{});
+#pragma unroll 1
   for (int64_t base = first; base < last; base += kWaiting) {
     const int32_t tiles = clamp_to(last - base, 0, kWaiting);
+#pragma unroll 1
     for (int32_t k = 0; k < tiles; ++k) {
       WarpSummary s{0.0f, 0, 1, 0.0f, 0.0f};
       const int32_t next = first_listed(row, (base + k) * kTile);

@@ -16,6 +16,7 @@ __device__ int64_t load_tree(const Params& p, int64_t b, int16_t* parents) {
   constexpr int kIllegal = static_cast<int>(kMaxNodes);  // more than a tree has children
   bool legal = true;
   int children = 0;
+#pragma unroll 1
   for (int v = static_cast<int>(threadIdx.x); v < p.nodes; v += kThreads) {
     const int64_t parent = load_id(p.parents, b, v);
     const bool after_padding = v > 1 && load_id(p.parents, b, v - 1) < 0;

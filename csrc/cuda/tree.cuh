@@ -22,8 +22,8 @@ __host__ __device__ bool is_small(const VerifyTreeParams& p) { return p.nodes <=
 // Rows of a request: the targets of all nodes, then the drafts of their children if there is a
 // draft law.
 struct TreeScratch {
-  int64_t rows = 0;   // of a request
-  int64_t tiles = 0;  // of the wider vocabulary: the stride of a row's tiles
+  Divisor rows;   // of a request
+  Divisor tiles;  // of the wider vocabulary: the stride of a row's tiles
   LawScratch laws;    // [B, rows]
   TreeMemory memory;
   Tree* trees = nullptr;           // [B]
@@ -104,6 +104,7 @@ struct NodesAsGiven {
 
 // Gives tree_size of core/topology.h. Collective over the block.
 __device__ int64_t load_nodes(const VerifyTreeParams& p, int64_t b, NodesAsGiven* given) {
+#pragma unroll 1
   for (int v = static_cast<int>(threadIdx.x); v < p.nodes; v += kThreads) {
     given->kinds[v] = kind_at(p, b, v);
     given->states[v] = v > 0 ? node_state(p, b, v) : ColumnState::kUsable;
@@ -114,6 +115,7 @@ __device__ int64_t load_nodes(const VerifyTreeParams& p, int64_t b, NodesAsGiven
 // Neighbouring threads that share a node's work, so that all have some: a power of 2 in a warp.
 __device__ int lanes_of_node(int64_t nodes) {
   int lanes = kWarp;
+#pragma unroll 1
   while (lanes > 1 && nodes * lanes > kThreads) lanes /= 2;
   return lanes;
 }
@@ -121,6 +123,7 @@ __device__ int lanes_of_node(int64_t nodes) {
 // The same in each of `lanes` neighbours: what `op` makes of their values.
 template <typename Op>
 __device__ int reduce_lanes(int value, int lanes, Op op) {
+#pragma unroll 1
   for (int k = lanes / 2; k > 0; k /= 2) value = op(value, __shfl_xor_sync(kAllLanes, value, k));
   return value;
 }
@@ -131,6 +134,7 @@ __device__ bool link_nodes(const NodesAsGiven& given, const Tree& tree) {
   const auto smaller = [](int a, int b) { return a < b ? a : b; };
   const int lanes = lanes_of_node(count), lane = static_cast<int>(threadIdx.x) % lanes;
   bool valid = true;
+#pragma unroll 1
   for (int base = 0; base < count; base += kThreads / lanes) {
     const int v = base + static_cast<int>(threadIdx.x) / lanes;
     const bool real = v < count;
@@ -163,8 +167,10 @@ __device__ void reach_nodes(const VerifyTreeParams& p, const NodesAsGiven& given
                             Request* r) {
   bool invalid = false;
   bool in_range = r->greedy || is_uniform_in_range(p.randomness, r->b, p.nodes - 1);
+#pragma unroll 1
   for (int v = static_cast<int>(threadIdx.x); v < tree.count; v += kThreads) {
     bool above = true;
+#pragma unroll 1
     for (int u = given.parents[v]; u > 0; u = given.parents[u]) {
       above = above && given.states[u] == ColumnState::kUsable;
     }
@@ -182,8 +188,10 @@ __device__ void reach_nodes(const VerifyTreeParams& p, const NodesAsGiven& given
 // Which draft rows are asked for. Collective over the block.
 __device__ void ask_for_drafts(const VerifyTreeParams& p, const NodesAsGiven& given,
                                const Request& r, const Tree& tree, uint8_t* wants_draft) {
+#pragma unroll 1
   for (int v = static_cast<int>(threadIdx.x); v < p.nodes; v += kThreads) wants_draft[v] = 0;
   __syncthreads();
+#pragma unroll 1
   for (int c = 1 + static_cast<int>(threadIdx.x); c < tree.count; c += kThreads) {
     if (asks_for_draft_law(p, r, tree, c)) wants_draft[given.parents[c]] = 1;
   }
@@ -213,9 +221,11 @@ __global__ void __launch_bounds__(kThreads)
     ask_for_drafts(p, given, r, tree, s.wants_draft + b * p.nodes);
   }
   if (s.winners != nullptr) {
+#pragma unroll 1
     for (int64_t v = threadIdx.x; v < p.nodes; v += kThreads) s.winners[b * p.nodes + v] = -1;
   }
   clear_team(s.teams, b);
+#pragma unroll 1
   for (int64_t i = b * s.rows + threadIdx.x; i < (b + 1) * s.rows; i += kThreads) {
     s.laws.counters[i] = 0;
     if (s.laws.combines()) s.laws.laws[i] = RowLaw{};  // of a row that nobody asks for

@@ -62,6 +62,7 @@ class TreeWalk {
     int32_t sums = first ? 1 : ledger_.sums;
 #pragma unroll 1
     for (bool listed = false;; first = false, listed = true) {
+#pragma unroll 1
       for (int32_t k = threadIdx.x / kWarp; k < sums; k += kWarps) {
         const int64_t v = first ? 0 : ledger_.nodes[k];
         const double mass = first ? 0.0 : listed ? listed_mass(v) : masses[k];
@@ -115,12 +116,15 @@ class TreeWalk {
         is_small(p_) ? TreeMemory{ledger_.links, ledger_.tokens, ledger_.numbers, ledger_.log_p}
                      : memory_of(s_.own, p_.nodes, blockIdx.x);
     const TreeMemory given = memory_of(s_.memory, p_.nodes, b);
+#pragma unroll 1
     for (int64_t k = threadIdx.x; k < TreeMemory::kLinks * p_.nodes; k += kThreads) {
       own.links[k] = given.links[k];
     }
+#pragma unroll 1
     for (int64_t k = threadIdx.x; k < TreeMemory::kNumbers * p_.nodes; k += kThreads) {
       own.numbers[k] = given.numbers[k];
     }
+#pragma unroll 1
     for (int64_t v = threadIdx.x; v < p_.nodes; v += kThreads) {
       ledger_.waits[v] = Pending::kNothing;
     }
@@ -139,12 +143,14 @@ class TreeWalk {
   // Looks at all tokens of the request and begins all visits.
   __device__ void open_visits() {
     const Tree& tree = ledger_.tree;
+#pragma unroll 1
     for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
       if (!is_reachable(tree, v)) continue;
       const int64_t parent = tree_parent(p_, tree.b, v);
       look_at_token(p_, tree, v, nodes_.target(parent), nodes_.draft(parent));
     }
     __syncthreads();
+#pragma unroll 1
     for (int64_t v = threadIdx.x; v < tree.count; v += kThreads) {
       if (!is_reachable(tree, v)) continue;
       visits[v] = begin_visit(p_, ledger_.request, tree, v, 1.0, nodes_.target(v), nodes_.draft(v),
@@ -179,6 +185,7 @@ class TreeWalk {
 
   // Goes down until the request waits, or ends and has its winner: a stepwise rule.
   __device__ void descend(Request* r, const Tree& tree, int64_t v) {
+#pragma unroll 1
     for (;;) {
       NodeVisit visit = visits[v];
       const Pending pending = advance(p_, r, tree, true, &visit);
@@ -230,6 +237,7 @@ class TreeWalk {
     const Tree& tree = ledger_.tree;
     Request& r = ledger_.request;
     if (p_.rule == Rule::kTraversal) {
+#pragma unroll 1
       for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
         if (accepts_node(p_, r, tree, v)) mark_path(p_, tree, v);
       }
@@ -258,8 +266,10 @@ class TreeWalk {
     Request& r = ledger_.request;
     int64_t* tokens = memory_of(s_.memory, p_.nodes, nodes_.b).tokens;
     const int64_t* own = ledger_.tree.tried;
+#pragma unroll 1
     for (TokenList* list : {&r.draw.tried, &r.draw.no_draft}) {
       const int64_t first = list->tokens - own;
+#pragma unroll 1
       for (int64_t i = threadIdx.x; i < list->count; i += kThreads) {
         tokens[first + i] = own[first + i];
       }

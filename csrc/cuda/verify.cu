@@ -58,13 +58,13 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
   clear_counters(s.counters, p.batch * s.rows);
   const ChainRows rows{p, s.rows};
   scan_all<kMasked, kElements>(RowsToScan<ChainRows, ChainRests>{
-      rows, s.whole, s.tiles, s.summaries, s.group_max, false, s.tasks, {p, s.rows, s.all}});
+      rows, s.whole, s.tiles, s.summaries, s.group_max, false, s.tasks, {p, s.rows, s.gamma, s.all}});
 }
 
 #if SPECDEC_LISTS
 // The sums of the draft's rows, which are lists; scan_laws has left them out.
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    scan_lists(const VerifyParams p, const Scratch s, int64_t splits) {
+    scan_lists(const VerifyParams p, const Scratch s, Divisor splits) {
   begin_kernel();
   const Unit unit = this_unit(splits);
   const auto [b, i] = place_in(unit.index, p.gamma);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers) finish_laws(co
 #if !SPECDEC_LISTS  // a rule that races reads no law of a draft
 
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    race_rows(const VerifyParams p, const Scratch s, int64_t splits) {
+    race_rows(const VerifyParams p, const Scratch s, Divisor splits) {
   begin_kernel();
   __shared__ SharedArray<RaceTask, 1> task;
   const Unit unit = this_unit(splits);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 // first.
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
-    draw_extra(const VerifyParams p, const Scratch s, int64_t splits) {
+    draw_extra(const VerifyParams p, const Scratch s, Divisor splits) {
   let_next_launch_begin();
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
@@ -202,6 +202,7 @@ Scratch make_scratch(const VerifyParams& p, const Gpu& gpu, Workspace* workspace
   const bool filters = any_filters(p);
   const bool has_draft = p.draft.data != nullptr && reads_draft_law(p.rule);
   s.rows = p.gamma + 1 + (has_draft ? p.gamma : 0);
+  s.gamma = p.gamma;
   s.tiles = num_tiles(has_draft && p.draft.vocab > p.target.vocab ? p.draft.vocab : p.target.vocab);
   s.groups = s.tiles * num_groups(kTile);
   // Masses of residuals decide in the block rule alone, and there where drafts are sampled; of
@@ -249,7 +250,7 @@ const auto kDraw = by_elements([](auto e) { return draw_extra<decltype(e)::value
 // Launches kernel(p, s, splits) over units x splits blocks, the tiles of a unit shared out among as
 // many blocks as it takes to fill the chip.
 void launch_split(const Gpu& gpu, const char* name,
-                  void (*kernel)(const VerifyParams, const Scratch, int64_t), int64_t units,
+                  void (*kernel)(const VerifyParams, const Scratch, Divisor), int64_t units,
                   int64_t tiles, const VerifyParams& p, const Scratch& s,
                   int64_t held = kBlocksAt64Registers) {
   const int64_t splits = splits_for(gpu, units, tiles, held);

@@ -45,7 +45,7 @@ using namespace SPECDEC_CPU_ISA;
 // The law of row r by the last of its `splits` blocks, if no later launch finds it. Collective over
 // the block.
 __device__ __forceinline__ void combine_if_last(const RowTask& task, const LawScratch& s, int64_t r,
-                                                int64_t splits) {
+                                                const Divisor& splits) {
   if (!s.combines() || !is_last_block(s.counters + r, splits)) return;
   if (threadIdx.x >= kWarp) return;
   double unused = 0.0;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void combine_if_last(const RowTask& task, const LawSc
 
 // The sums of the draft's rows, which are lists; scan_rows has left them out.
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    scan_lists(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
+    scan_lists(const VerifyTreeParams p, const TreeScratch s, Divisor splits) {
   begin_kernel();
   const Unit unit = this_unit(splits);
   const auto [b, v] = place_in(unit.index, p.nodes);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 // ---- races ---
 
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
-    race_nodes(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
+    race_nodes(const VerifyTreeParams p, const TreeScratch s, Divisor splits) {
   begin_kernel();
   __shared__ SharedArray<RaceTask, 1> task;
   const Unit unit = this_unit(splits);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
 
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
-    draw_token(const VerifyTreeParams p, const TreeScratch s, int64_t splits) {
+    draw_token(const VerifyTreeParams p, const TreeScratch s, Divisor splits) {
   begin_kernel();
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);

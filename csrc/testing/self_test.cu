@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <exception>
 
-#include "../cuda/block.cuh"
+#include "../cuda/tile.cuh"
 
 namespace specdec {
 namespace cuda {
@@ -76,6 +76,13 @@ __global__ void add(const uint64_t* in, uint64_t* out) {
   shared_add(&cells[threadIdx.x % 4], in[threadIdx.x]);
   __syncthreads();
   if (threadIdx.x < 4) out[threadIdx.x] = cells[threadIdx.x];
+}
+
+// Each thread's place in an array with so many columns.
+__global__ void find_place_in(const int64_t* in, int64_t* out, Divisor columns) {
+  const Place2d place = place_in(in[threadIdx.x], columns);
+  out[2 * threadIdx.x] = place.row;
+  out[2 * threadIdx.x + 1] = place.column;
 }
 
 // Each block leaves a partial result; the last one to arrive adds them up.
@@ -270,6 +277,10 @@ SPECDEC_TEST void test_shuffle(const int64_t* in, int64_t* out) {
 
 SPECDEC_TEST void test_add(const uint64_t* in, uint64_t* out) {
   launch(kGpu, "add", add, 1, in, out);
+}
+
+SPECDEC_TEST void test_place_in(const int64_t* in, int64_t* out, int64_t columns) {
+  launch(kGpu, "find_place_in", find_place_in, 1, in, out, columns);
 }
 
 SPECDEC_TEST void test_last_block(uint64_t* partial, unsigned* arrived, uint64_t* out,

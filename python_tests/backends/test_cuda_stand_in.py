@@ -122,6 +122,23 @@ def test_shared_add_carries(block):
     assert torch.equal(found, expected)
 
 
+COLUMNS = [*range(1, 40), *(2**k + d for k in range(6, 31) for d in (-1, 0, 1)), 2**31 - 1, 2**31]
+
+
+@pytest.mark.parametrize("threads", fibres.THREADS)
+def test_places_by_multiplication_are_those_by_division(threads):
+    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    generator = torch.Generator().manual_seed(threads)
+    for columns in COLUMNS:
+        # Where a quotient that is off by a little shows: at multiples of the divisor, and beside.
+        rows = torch.randint(0, (2**31 - 1) // columns + 1, [threads - 5], generator=generator)
+        beside = rows * columns + torch.randint(-1, 2, rows.shape, generator=generator)
+        given = torch.cat([beside.clamp(0, 2**31 - 1), torch.tensor([0, 1, 2, 2**31 - 2, 2**31 - 1])])
+        found = torch.zeros(threads, 2, dtype=torch.int64)
+        library.test_place_in(pointer(given), pointer(found), ctypes.c_int64(columns))
+        assert torch.equal(found, torch.stack([given // columns, given % columns], 1)), columns
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 77])
 def test_last_block_to_arrive(block, blocks):
     library, threads = block
