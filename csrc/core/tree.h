@@ -35,7 +35,7 @@ struct Tree {
   double* acceptance = nullptr;  // h of a node, or the chance that a stepwise rule went down to it
   double* p = nullptr;           // of the node's token, under its parent's law
   double* q = nullptr;           // and under the law that its parent's children were drawn from
-  float* log_p = nullptr;
+  float* log_p = nullptr;        // of p; before that is asked for, the token's logit
 };
 
 // Scratch memory of many trees of so many nodes: how many numbers of each type a node takes.
@@ -278,22 +278,36 @@ SPECDEC_HD void exclude(const Tree& tree, int64_t token, double q, NodeVisit* v)
   v->rest_mass = -1.0;
 }
 
-// 0 without a law.
-SPECDEC_HD double draft_probability(const LawRow& draft, int64_t token) {
-  if (draft.row.data == nullptr || !draft.law.valid) return 0.0;
-  const int64_t entry = entry_of_token(draft.row, token);
-  return entry < 0 ? 0.0 : law_probability(draft.law, row_value(draft.row, entry), entry);
+// What the rows of its parent hold for the token of a node that tokens lead to, in the place of
+// what look_at_token makes of it: a row's law need not be known yet.
+SPECDEC_HD void read_entries(const VerifyTreeParams& p, const Tree& tree, int64_t v,
+                             const Row& target, const Row& draft) {
+  const int64_t token = tree_token(p, tree.b, v);
+  const int64_t entry = draft.data != nullptr ? entry_of_token(draft, token) : -1;
+  tree.log_p[v] = token < target.vocab ? row_value(target, token) : NAN;
+  tree.q[v] = entry >= 0 ? row_value(draft, entry) : NAN;
 }
 
-// What the laws of its parent say of the token of a node that tokens lead to, whatever happens
-// before: nodes can be looked at side by side.
+// What the laws of its parent say of the token of a node whose entries have been read, whatever
+// happens before: nodes can be looked at side by side. Without a law of the draft q is 0.
 SPECDEC_HD void look_at_token(const VerifyTreeParams& p, const Tree& tree, int64_t v,
                               const LawRow& target, const LawRow& draft) {
   const int64_t token = tree_token(p, tree.b, v);
+  const bool has_law = draft.row.data != nullptr && draft.law.valid;
+  const int64_t entry = has_law ? entry_of_token(draft.row, token) : -1;
+  const float of_draft = static_cast<float>(tree.q[v]);
+  tree.q[v] = entry >= 0 ? law_probability(draft.law, of_draft, entry) : 0.0;
   const bool known = target.law.valid && token < target.row.vocab;
-  tree.q[v] = draft_probability(draft, token);
-  tree.p[v] = known ? law_probability(target.law, row_value(target.row, token), token) : 0.0;
-  tree.log_p[v] = known ? target_log_probability(target, token) : NAN;
+  tree.p[v] = known ? law_probability(target.law, tree.log_p[v], token) : 0.0;
+}
+
+// The log-probability of a node's token under its parent's law, in the place of its logit: when
+// that has been looked at, and before the path is written.
+SPECDEC_HD void find_log_probability(const VerifyTreeParams& p, const Tree& tree, int64_t v,
+                                     const LawRow& target) {
+  const bool known = target.law.valid && tree_token(p, tree.b, v) < target.row.vocab;
+  const double log_p = known ? law_log_probability(target.law, tree.log_p[v]) : NAN;
+  tree.log_p[v] = static_cast<float>(log_p);
 }
 
 // q of a node's token, as the siblings that were drawn saw it: beside a rest child, fixed tokens
@@ -536,20 +550,24 @@ SPECDEC_HD void write_nodes(const VerifyTreeParams& p, const Tree& tree, int64_t
   }
 }
 
-// After write_nodes: everything else but the extra token. Returns the number of accepted tokens.
-SPECDEC_HD int64_t write_path(const VerifyTreeParams& p, const Request& r, const Tree& tree) {
-  const int64_t first = r.b * p.nodes;
+// After write_nodes: what is accepted. Returns how many tokens are.
+SPECDEC_HD int64_t write_path(const VerifyTreeParams& p, const Tree& tree) {
+  const int64_t first = tree.b * p.nodes;
   int64_t depth = 0;
   for (int32_t v = tree.next_toward_winner[0]; v != kNoNode; v = tree.next_toward_winner[v]) {
     p.path[first + depth] = v;
-    p.out_tokens[first + depth] = tree_token(p, r.b, v);
+    p.out_tokens[first + depth] = tree_token(p, tree.b, v);
     p.logprobs[first + depth] = tree.log_p[v];
     ++depth;
   }
-  p.num_accepted[r.b] = static_cast<int32_t>(depth);
-  p.status[r.b] = r.status;
-  if (!r.has_target_law) p.out_tokens[first + depth] = 0;
+  p.num_accepted[tree.b] = static_cast<int32_t>(depth);
   return depth;
+}
+
+// After both: everything else but the extra token.
+SPECDEC_HD void write_outcome(const VerifyTreeParams& p, const Request& r) {
+  p.status[r.b] = r.status;
+  if (!r.has_target_law) p.out_tokens[r.b * p.nodes + r.accepted] = 0;
 }
 
 SPECDEC_HD void write_tree_token(const VerifyTreeParams& p, int64_t b, int64_t accepted,

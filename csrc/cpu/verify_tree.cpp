@@ -97,7 +97,9 @@ NodeVisit begin_at(const VerifyTreeParams& p, const Job& job, int64_t v, double 
   const Tree& tree = job.tree;
   for (int32_t c = tree.first_child[v]; c >= 0; c = tree.next_sibling[c]) {
     if (tree.inflow[c] != kUnreachable) {
+      read_entries(p, tree, c, job.targets[v].row, job.drafts[v].row);
       look_at_token(p, tree, c, job.targets[v], job.drafts[v]);
+      find_log_probability(p, tree, c, job.targets[v]);
     }
   }
   return begin_visit(p, job.request, tree, v, inflow, job.targets[v], job.drafts[v], winner);
@@ -294,10 +296,11 @@ void verify_slice(const VerifyTreeParams& p, const ThreadPool& pool, int64_t beg
   }
   draw_tokens(pool, draws.data(), n);
   for (int64_t k = 0; k < n; ++k) {
-    const Job& job = slice.jobs[k];
-    write_nodes(p, job.tree);
-    const int64_t accepted = write_path(p, job.request, job.tree);
-    if (job.request.has_target_law) write_tree_token(p, job.request.b, accepted, draws[k]);
+    Request& r = slice.jobs[k].request;
+    write_nodes(p, slice.jobs[k].tree);
+    r.accepted = write_path(p, slice.jobs[k].tree);
+    write_outcome(p, r);
+    if (r.has_target_law) write_tree_token(p, r.b, r.accepted, draws[k]);
   }
   if (p.raw_logprobs) write_raw_logprobs(p, pool, slice);
 }

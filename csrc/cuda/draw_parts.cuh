@@ -32,50 +32,9 @@ __device__ __forceinline__ uint64_t warp_exclusive_sum(uint64_t value, uint64_t*
   return sum - value;
 }
 
-// What a block knows of a draw beside the task.
-template <Elements kElements>
-struct PartDraw {
-  DrawWeights<kElements, false> weights;
-  double log_z;  // of the target's law
-};
-
 // Whether there are registers for the next tile, and for its steps apart, while one is worked on.
 template <Elements kElements>
 constexpr bool kHasRegisters = bytes_of(element_of(kElements)) == 2;
-
-// Writes out[t * kWarps + w], the integer weight of part w of tile t, for the tiles of a share;
-// and, by one thread, what the block knows of the draw from here on. What needs no logits is
-// computed while the first ones are on their way. Nothing aliases, so that the task is read once.
-// Collective over the block.
-template <Elements kElements>
-__device__ __attribute__((noinline)) void sum_parts(const DrawTask& __restrict__ task,
-                                                    bool residual, const Share share,
-                                                    uint64_t* __restrict__ out,
-                                                    PartDraw<kElements>* __restrict__ draw) {
-  constexpr bool kAhead = kHasRegisters<kElements>;
-  const bool has_draft = residual && task.draft.data != nullptr;
-  constexpr int32_t kLines = 2;  // a thread, of each row, into L2: 8 tiles of 16-bit entries
-  prefetch_tiles(task.target, share, threadIdx.x, kThreads, kLines);
-  if (has_draft) prefetch_tiles(task.draft, share, threadIdx.x, kThreads, kLines);
-  RawTiles raw;
-  const auto load = [&](int64_t tile) {
-    if (tile >= share.last) return;
-    load_tile<Layout::kStriped, kElements>(task.target, tile, &raw.target);
-    if (has_draft) load_tile<Layout::kStriped, kElements>(task.draft, tile, &raw.draft);
-  };
-  if (kAhead) load(share.first);
-  const DrawWeights<kElements, false> weights(task, residual);
-  if (threadIdx.x == 0) *draw = {weights, log(task.target_law.z)};
-  for (int64_t tile = share.first; tile < share.last; ++tile) {
-    float w[kPerThread];
-    if (!kAhead) load(tile);
-    weights.template weigh<Layout::kStriped, kAhead>(tile, raw, w, [&] {
-      if (kAhead) load(tile + 1);
-    });
-    const uint64_t sum = warp_sum(weights.template sum<kAhead>(w));
-    if (threadIdx.x % kWarp == 0) out[tile * kWarps + threadIdx.x / kWarp] = sum;
-  }
-}
 
 // The place of a draw: a part, and the threshold left there.
 struct DrawnPart {
@@ -134,33 +93,29 @@ struct Drawn {
   float logit;
 };
 
-// The lowest entry of a part whose inclusive prefix sum exceeds the threshold. True in the one
-// thread that has it. Collective over the part's warp.
-template <Elements kElements>
-__device__ __forceinline__ bool find_in_part(const PartDraw<kElements>& draw, const DrawnPart& part,
-                                             Drawn* drawn) {
-  const DrawWeights<kElements, false> weights = draw.weights;
+// The lowest entry of a part whose inclusive prefix sum exceeds the threshold, by the weights `w` of
+// the tile `raw`. True in the one thread that has it. Collective over the part's warp.
+template <Elements kElements, bool kTree>
+__device__ __forceinline__ bool find_in_part(const DrawWeights<kElements, kTree>& weights,
+                                             const DrawnPart& part, const RawTiles& raw,
+                                             const float* w, Drawn* drawn) {
   const Row& row = weights.task().target;
   const int64_t tile = part.index / kWarps;
-  RawTiles raw;
-  float w[kPerThread];
-  weights.template load<Layout::kBlocked>(tile, &raw);
-  weights.template weigh<Layout::kBlocked, kHasRegisters<kElements>>(tile, raw, w, [] {});
-  const uint64_t sum = weights.template sum<kHasRegisters<kElements>>(w);
+  uint64_t prefix[kPerThread];
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) prefix[j] = fixed_weight(w[j], weights.unit);
+#pragma unroll
+  for (int j = 1; j < kPerThread; ++j) prefix[j] += prefix[j - 1];
+  const uint64_t sum = prefix[kPerThread - 1];
   uint64_t total = 0;
   const uint64_t before = warp_exclusive_sum(sum, &total);
   const bool mine = before <= part.threshold && part.threshold < before + sum;
   const bool nobody = __ballot_sync(kAllLanes, mine) == 0;
   if (!mine && !(nobody && threadIdx.x % kWarp == 0)) return false;
-  uint64_t prefix[kPerThread];
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) prefix[j] = fixed_weight(w[j], weights.unit);
-  prefix[0] += before;
-#pragma unroll
-  for (int j = 1; j < kPerThread; ++j) prefix[j] += prefix[j - 1];
+  const uint64_t threshold = part.threshold - before;
   int passed = 0;
 #pragma unroll
-  for (int j = 0; j < kPerThread; ++j) passed += prefix[j] <= part.threshold;
+  for (int j = 0; j < kPerThread; ++j) passed += prefix[j] <= threshold;
   const int64_t token = tile * kTile + static_cast<int64_t>(threadIdx.x) * kPerThread + passed;
   drawn->token = mine && token < row.vocab ? token : row.vocab - 1;
   if constexpr (kHasRegisters<kElements>) {
@@ -177,35 +132,67 @@ __device__ __forceinline__ bool find_in_part(const PartDraw<kElements>& draw, co
 // A request's draw, by `splits` blocks. Each sums its `share` of tiles into part_sums [tiles,
 // kWarps]; the last one to arrive at `counter` (0 before the launch, and after it) searches. True
 // in the one thread that then has what is drawn, and log(z) of the target's law. The caller has
-// seen to needs_draw(task); `task` is shared and known to all threads.
-template <Elements kElements>
+// seen to needs_draw(task); `task` is shared and known to all threads. kTree: TileWeights.
+//
+// The part that the draw falls into is weighed by the code that has weighed the share: a block
+// waits for instructions that it executes for the first time.
+template <Elements kElements, bool kTree = false>
 __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* part_sums,
                                               uint32_t* counter, Share share, const Divisor& splits,
                                               Drawn* drawn, double* log_z) {
-  __shared__ SharedArray<PartDraw<kElements>, 1> draw;
+  constexpr Layout kLayout = Layout::kBlocked;
+  constexpr bool kAhead = kHasRegisters<kElements>;
+  constexpr int32_t kLines = 2;  // a thread, of each row, into L2: 8 tiles of 16-bit entries
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarp;
   const int64_t tiles = num_tiles(task.target.vocab);
   bool residual = task.residual;
-  uint64_t total = 0;
-  DrawnPart part{0, 0};
-#pragma unroll 1
   for (bool again = false;; again = true) {
-    sum_parts<kElements>(task, residual, share, part_sums, draw.data());
-    if (again) {
-      __syncthreads();
-    } else if (!is_last_block(counter, splits)) {
-      return false;
+    const bool has_draft = residual && task.draft.data != nullptr;
+    prefetch_tiles(task.target, share, threadIdx.x, kThreads, kLines);
+    if (has_draft) prefetch_tiles(task.draft, share, threadIdx.x, kThreads, kLines);
+    RawTiles raw;
+    const auto load = [&](int64_t tile) {
+      load_tile<kLayout, kElements>(task.target, tile, &raw.target);
+      if (has_draft) load_tile<kLayout, kElements>(task.draft, tile, &raw.draft);
+    };
+    int32_t tile = static_cast<int32_t>(share.first), last = static_cast<int32_t>(share.last);
+    if (kAhead && tile < last) load(tile);
+    // What needs no logits is computed while the first ones are on their way.
+    const DrawWeights<kElements, kTree> weights(task, residual);
+    *log_z = log(task.target_law.z);
+    DrawnPart part{0, 0};
+    uint64_t total = 0;
+#pragma unroll 1
+    for (bool finds = false;; finds = true) {
+#pragma unroll 1
+      for (; tile < last; ++tile) {
+        float w[kPerThread];
+        if (!kAhead) load(tile);
+        weights.template weigh<kLayout, kAhead>(tile, raw, w, [&] {
+          if (kAhead && tile + 1 < last) load(tile + 1);
+        });
+        if (finds) return find_in_part<kElements, kTree>(weights, part, raw, w, drawn);
+        const uint64_t sum = warp_sum(weights.template sum<kAhead>(w));
+        if (threadIdx.x % kWarp == 0) part_sums[tile * kWarps + warp] = sum;
+      }
+      if (again) {
+        __syncthreads();
+      } else if (!is_last_block(counter, splits)) {
+        return false;
+      }
+      constexpr int kHeld = 10;
+      const auto sum_of = [&](int64_t k) { return part_sums[k]; };
+      part = find_part<kHeld>(sum_of, tiles * kWarps, task.u, &total);
+      if (total == 0 && residual) break;
+      if (part.index % kWarps != warp) return false;
+      tile = static_cast<int32_t>(part.index) / kWarps;
+      last = tile + 1;
+      if (kAhead) load(tile);
     }
-    constexpr int kHeld = 10;
-    const auto sum_of = [&](int64_t k) { return part_sums[k]; };
-    part = find_part<kHeld>(sum_of, tiles * kWarps, task.u, &total);
-    if (total > 0 || !residual) break;
     residual = false;  // empty, by rounding or because p = q: what is left is the target's own law
     share = {0, tiles};
     __syncthreads();  // all have read the sums
   }
-  *log_z = draw[0].log_z;
-  const bool is_its_warp = part.index % kWarps == static_cast<int>(threadIdx.x) / kWarp;
-  return is_its_warp && find_in_part<kElements>(draw[0], part, drawn);
 }
 
 }  // namespace cuda

@@ -106,13 +106,15 @@ class Loading {
 
 // From here on blocks of the next launch may begin on multiprocessors that have room.
 __device__ __forceinline__ void let_next_launch_begin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifdef SPECDEC_ON_FIBRES
+  fibres::note_let_begin();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
 // Until then a kernel may read what the operator was given, and nothing that an earlier launch of
-// the operator writes; all its threads call this.
+// the operator writes (but see begin_in_turn); all its threads call this.
 __device__ __forceinline__ void wait_for_launch_before() {
 #ifdef SPECDEC_ON_FIBRES
   fibres::note_wait();
@@ -125,6 +127,13 @@ __device__ __forceinline__ void wait_for_launch_before() {
 __device__ __forceinline__ void begin_kernel() {
   let_next_launch_begin();
   wait_for_launch_before();
+}
+
+// The same where the next launch reads, before it waits, what launches before this one have left:
+// it begins when they have ended, and whoever waits for it has waited for them.
+__device__ __forceinline__ void begin_in_turn() {
+  wait_for_launch_before();
+  let_next_launch_begin();
 }
 
 // Adds to a counter of the launch's blocks; gives its old value. What this thread has written or

@@ -1,7 +1,8 @@
 // The laws of all rows of an operator: what row_law, sample, acceptance and verify_tree share.
 //
 // Rows is a functor that travels to the device: RowTask rows(r) is row r of `count`, and
-// rows.p.mask the mask that all of them have or lack.
+// rows.p.mask the mask that all of them have or lack. Kernels begin in turn: in a tree's call a later
+// one reads early what was there before them.
 #pragma once
 
 #include "cutoff.cuh"
@@ -114,7 +115,7 @@ __device__ __forceinline__ void find_complete_laws(const LawScratch& s, ScanMemo
 template <typename Rows, bool kMasked>
 __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
     scan_rows(const Rows rows, const LawScratch s, bool want_argmax) {
-  begin_kernel();
+  begin_in_turn();
   if (!s.combines()) clear_counters(s.counters, s.count);
   scan_all<kMasked, Elements::kAny>(RowsToScan<Rows>{rows, s.count * s.tiles, s.tiles, s.summaries,
                                                      s.group_max, want_argmax, s.tasks},
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
 // Grid: a block a row. Numerics and traffic: cutoff.cuh.
 template <bool kMasked>
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers) finish_rows(const LawScratch s) {
-  begin_kernel();
+  begin_in_turn();
   __shared__ SharedArray<RowTask, 1> of_row;  // registers are short where cutoffs are looked for
   const int64_t r = blockIdx.x;
   copy_by_block(of_row.data(), s.tasks[r]);

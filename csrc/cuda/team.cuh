@@ -35,6 +35,7 @@ struct Teams {
   int64_t tiles = 0;            // of the wider vocabulary: the stride of `masses`
   TeamState* states = nullptr;  // [requests]
   double* masses = nullptr;     // [requests, sums, tiles]
+  Divisor pieces[kSumsAtOnce];  // of each sum, in a round of 1, 2, ... of them: plan_rounds
 };
 
 struct TeamReservation {
@@ -62,6 +63,26 @@ int64_t team_blocks(const Gpu& gpu, const Teams& teams, int64_t at_once) {
   return blocks < resident ? blocks : resident;
 }
 
+// Cuts the rounds of `blocks` blocks: a piece for each block of a team, or two, whichever is
+// predicted to end sooner. A team that has a block more has it to spare.
+void plan_rounds(int64_t blocks, Teams* teams) {
+  constexpr int64_t kBeside = 3;  // what a piece takes beside its tiles, in the time of a tile
+  const int64_t tiles = teams->tiles;
+  const int64_t members = blocks > teams->requests ? blocks / teams->requests : 1;
+  for (int64_t sums = 1; sums <= kSumsAtOnce; ++sums) {
+    int64_t least = INT64_MAX;
+    for (int64_t turns = 1; turns <= 2; ++turns) {
+      const int64_t each = turns * members / sums;
+      const int64_t pieces = each < 1 ? 1 : each < tiles ? each : tiles;
+      const int64_t of_block = (sums * pieces + members - 1) / members;
+      const int64_t time = of_block * ((tiles + pieces - 1) / pieces + kBeside);
+      if (time >= least) continue;
+      least = time;
+      teams->pieces[sums - 1] = pieces;
+    }
+  }
+}
+
 // ---- on the device ---
 
 // Nobody has taken a piece; a block for each request does it for its own.
@@ -79,22 +100,20 @@ struct Turn {
 // A block in the team of a request. All functions are collective over the block.
 class Member {
  public:
-  __device__ Member(const Teams& teams, int64_t b, int32_t members)
-      : state_(teams.states + b),
-        masses_(teams.masses + b * teams.sums * teams.tiles),
-        tiles_(static_cast<int32_t>(teams.tiles)),
-        members_(members) {}
+  __device__ Member(const Teams& teams, int64_t b)
+      : teams_(teams),
+        state_(teams.states + b),
+        masses_(teams.masses + b * teams.sums * teams.tiles) {}
 
   // Where the masses of a sum of this round lie, tile by tile.
-  __device__ double* masses(int64_t sum) const { return masses_ + sum * tiles_; }
-  __device__ int32_t pieces() const { return pieces_; }
+  __device__ double* masses(int64_t sum) const { return masses_ + sum * teams_.tiles; }
+  // That each sum of this round is cut into.
+  __device__ const Divisor& pieces() const { return teams_.pieces[sums_ - 1]; }
 
-  // A piece for each block of the team, or two, whichever is predicted to end sooner.
   __device__ void open_round(int32_t sums) {
-    const int32_t once = pieces_for(sums, 1), twice = pieces_for(sums, 2);
-    pieces_ = time_of(sums, twice) < time_of(sums, once) ? twice : once;
+    sums_ = sums;
     first_ = end_;
-    end_ += static_cast<uint32_t>(sums * pieces_);
+    end_ += static_cast<uint32_t>(sums * pieces().value);
   }
 
   // Waits for the end of the round where there is no piece.
@@ -104,7 +123,7 @@ class Member {
     if (threadIdx.x == 0) {
       turn.has_piece = next_ < end_;
       if (turn.has_piece) {
-        const Place2d place = place_in(next_ - first_, pieces_);
+        const Place2d place = place_in(next_ - first_, pieces());
         turn.sum = static_cast<int32_t>(place.row);
         turn.piece = static_cast<int32_t>(place.column);
       } else {
@@ -134,24 +153,11 @@ class Member {
       const double mass = sum_tiles(masses(k), tiles_of(k));
       if (threadIdx.x % kWarp == 0) found[k] = mass;
     }
-    masses_ += static_cast<int64_t>(sums) * tiles_;
+    masses_ += sums * teams_.tiles;
     __syncthreads();
   }
 
  private:
-  // Pieces of each of so many sums, for `turns` turns of every block.
-  __device__ int32_t pieces_for(int32_t sums, int32_t turns) const {
-    const int32_t each = turns * members_ / sums;
-    return each < 1 ? 1 : each < tiles_ ? each : tiles_;
-  }
-
-  // Until all pieces are done, in the time that a tile takes.
-  __device__ int32_t time_of(int32_t sums, int32_t pieces) const {
-    constexpr int32_t kBeside = 3;  // what a piece takes beside its tiles
-    const int32_t turns = (sums * pieces + members_ - 1) / members_;
-    return turns * ((tiles_ + pieces - 1) / pieces + kBeside);
-  }
-
   __device__ void wait_for_pieces() const {
     constexpr unsigned kPause = 20;  // nanoseconds
     // The counter runs on: whoever is late finds it past the end.
@@ -159,11 +165,10 @@ class Member {
     while (static_cast<int32_t>(acquire(&state_->done) - end_) < 0) __nanosleep(kPause);
   }
 
+  const Teams& teams_;
   TeamState* state_;
   double* masses_;
-  int32_t tiles_;
-  int32_t members_;
-  int32_t pieces_ = 0;  // of a sum
+  int32_t sums_ = 1;    // of the round
   uint32_t first_ = 0;  // of the round's pieces, over all rounds
   uint32_t end_ = 0;
   uint32_t next_ = 0;  // this block's; known to its first thread
@@ -175,10 +180,9 @@ class Member {
 // of those that are asked for then, at most kSumsAtOnce. task(k) of these gives one, in shared
 // memory, and tiles(k) its tiles.
 template <Elements kElements, typename Walk>
-__device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, int32_t members,
-                                             Walk* walk) {
+__device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, Walk* walk) {
   __shared__ double masses[kSumsAtOnce];
-  Member block(teams, b, members);
+  Member block(teams, b);
   walk->begin([&] {
     if (teams.sums > 0) block.look_ahead();
   });
@@ -221,14 +225,12 @@ __device__ void list_sums(int32_t first, int32_t last, const Asks& asks, Node* n
   if (lane == 0) *sums = found < kSumsAtOnce ? found : kSumsAtOnce;
 }
 
-// The requests of this block, one after another: do_part(b, blocks of its team).
+// The requests of this block, one after another: do_part(b).
 template <typename Part>
 __device__ __forceinline__ void for_each_request(int64_t requests, const Part& do_part) {
   const uint32_t blocks = gridDim.x, n = static_cast<uint32_t>(requests);
-  const uint32_t first = blockIdx.x % n;
-  const uint32_t members = blocks < n ? 1 : blocks / n + (first < blocks % n);
 #pragma unroll 1
-  for (uint32_t b = first; b < n; b += blocks) do_part(b, static_cast<int32_t>(members));
+  for (uint32_t b = blockIdx.x % n; b < n; b += blocks) do_part(b);
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ struct TreeScratch {
   int32_t* ends = nullptr;         // [B], the nodes from whose laws last tokens are drawn
   int64_t* winners = nullptr;      // [B, N], with races
   Runner* runners = nullptr;       // [B, N, tiles], with races
-  uint64_t* tile_sums = nullptr;   // [B, tiles]
+  uint64_t* part_sums = nullptr;   // [B, tiles, kWarps]
   Teams teams;
 };
 
@@ -48,11 +48,16 @@ struct Nodes {
   int64_t b;
 
   __device__ LawRow target(int64_t v) const {
-    return {target_row(p, b, v), s.laws.laws[b * s.rows + v]};
+    return {target_row(v), s.laws.laws[b * s.rows + v]};
   }
+  __device__ Row target_row(int64_t v) const { return SPECDEC_CPU_ISA::target_row(p, b, v); }
+  // Where nobody asks for the law, it is not valid.
   __device__ LawRow draft(int64_t v) const {
-    if (s.wants_draft == nullptr || s.wants_draft[b * p.nodes + v] == 0) return {};
-    return {draft_row(p, b, v), s.laws.laws[b * s.rows + p.nodes + v]};
+    if (s.wants_draft == nullptr) return {};
+    return {draft_row(v), s.laws.laws[b * s.rows + p.nodes + v]};
+  }
+  __device__ Row draft_row(int64_t v) const {
+    return s.wants_draft != nullptr ? SPECDEC_CPU_ISA::draft_row(p, b, v) : Row{};
   }
   // The token that wins the race at a node.
   __device__ int64_t winner(int64_t v) const {

@@ -53,13 +53,17 @@ class TreeWalk {
 
   template <typename Act>
   __device__ __forceinline__ void begin(const Act& act) {
-    act();
+    if (!is_small(p_)) wait_for_launch_before();  // its own copy is in scratch memory
     copy_tree();
+    read_tokens_entries();
+    wait_for_launch_before();
+    act();
     open_visits();
   }
 
   __device__ __forceinline__ int32_t next(const double* masses, bool first) {
     int32_t sums = first ? 1 : ledger_.sums;
+    if (first) find_log_probabilities();
 #pragma unroll 1
     for (bool listed = false;; first = false, listed = true) {
 #pragma unroll 1
@@ -140,6 +144,17 @@ class TreeWalk {
     __syncthreads();
   }
 
+  // What can be read before the rows' laws are there.
+  __device__ void read_tokens_entries() {
+    const Tree& tree = ledger_.tree;
+#pragma unroll 1
+    for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
+      if (!is_reachable(tree, v)) continue;
+      const int64_t parent = tree_parent(p_, tree.b, v);
+      read_entries(p_, tree, v, nodes_.target_row(parent), nodes_.draft_row(parent));
+    }
+  }
+
   // Looks at all tokens of the request and begins all visits.
   __device__ void open_visits() {
     const Tree& tree = ledger_.tree;
@@ -157,6 +172,24 @@ class TreeWalk {
                               nodes_.winner(v));
     }
     __syncthreads();
+  }
+
+  // Threads of all warps but the first one, which has enough to do, if there are others; a thread's
+  // place among them, negative in the first warp.
+  static constexpr int32_t kBesideFirstWarp = kThreads > kWarp ? kThreads - kWarp : kThreads;
+  __device__ static int32_t place_beside_first_warp() {
+    return static_cast<int32_t>(threadIdx.x) - (kThreads - kBesideFirstWarp);
+  }
+
+  // By whoever does not go down from the root.
+  __device__ void find_log_probabilities() {
+    const Tree& tree = ledger_.tree;
+    const int32_t place = place_beside_first_warp();
+#pragma unroll 1
+    for (int64_t v = 1 + place; place >= 0 && v < tree.count; v += kBesideFirstWarp) {
+      if (!is_reachable(tree, v)) continue;
+      find_log_probability(p_, tree, v, nodes_.target(tree_parent(p_, tree.b, v)));
+    }
   }
 
   // ---- going on, a thread a node ---
@@ -236,6 +269,8 @@ class TreeWalk {
   __device__ int32_t end() {
     const Tree& tree = ledger_.tree;
     Request& r = ledger_.request;
+    const int32_t writer = place_beside_first_warp();
+    if (writer >= 0) write_nodes(p_, tree, writer, kBesideFirstWarp);
     if (p_.rule == Rule::kTraversal) {
 #pragma unroll 1
       for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
@@ -243,10 +278,7 @@ class TreeWalk {
       }
     }
     __syncthreads();
-    // The first warp has enough to do, if there are others.
-    constexpr int kFirst = kThreads > kWarp ? kWarp : 0;
-    const int writer = static_cast<int>(threadIdx.x) - kFirst;
-    if (writer >= 0) write_nodes(p_, tree, writer, kThreads - kFirst);
+    if (threadIdx.x == kThreads / 2) r.accepted = write_path(p_, tree);
     if (threadIdx.x == 0) {
       const int64_t winner = find_winner(tree);
       finish_tree(tree, visits[winner], nodes_.target(winner), nodes_.draft(winner), &r);
@@ -254,7 +286,7 @@ class TreeWalk {
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      r.accepted = write_path(p_, r, tree);
+      write_outcome(p_, r);
       if (knows_token(&r.draw)) write_tree_token(p_, r.b, r.accepted, r.draw);
     }
     return give_result();

@@ -57,7 +57,7 @@ __device__ __forceinline__ void combine_if_last(const RowTask& task, const LawSc
 // The sums of the draft's rows, which are lists; scan_rows has left them out.
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     scan_lists(const VerifyTreeParams p, const TreeScratch s, Divisor splits) {
-  begin_kernel();
+  begin_in_turn();
   const Unit unit = this_unit(splits);
   const auto [b, v] = place_in(unit.index, p.nodes);
   const int64_t place = b * s.rows + p.nodes + v;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 
 __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
     race_nodes(const VerifyTreeParams p, const TreeScratch s, Divisor splits) {
-  begin_kernel();
+  begin_in_turn();
   __shared__ SharedArray<RaceTask, 1> task;
   const Unit unit = this_unit(splits);
   const auto [b, v] = place_in(unit.index, p.nodes);
@@ -96,11 +96,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     visit_trees(const __grid_constant__ VerifyTreeParams p, const __grid_constant__ TreeScratch s) {
-  begin_kernel();
+  let_next_launch_begin();  // the walk waits for the launch before
   __shared__ SharedArray<TreeLedger, 1> ledger;
-  for_each_request(p.batch, [&](int64_t b, int32_t members) {
+  for_each_request(p.batch, [&](int64_t b) {
     TreeWalk walk(p, s, b, ledger.data());
-    work_in_team<kElements>(s.teams, b, members, &walk);
+    work_in_team<kElements>(s.teams, b, &walk);
   });
 }
 
@@ -109,10 +109,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
 template <Elements kElements>
 __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     draw_token(const VerifyTreeParams p, const TreeScratch s, Divisor splits) {
-  begin_kernel();
+  let_next_launch_begin();
   __shared__ SharedArray<Request, 1> request;
   const Unit unit = this_unit(splits);
   const int64_t b = unit.index;
+  const Share share = share_of(num_tiles(p.target.vocab), unit.split, splits);
+  wait_for_launch_before();
   copy_by_block(request.data(), s.results[b]);
   DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
@@ -124,9 +126,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     }
     return;
   }
-  const bool last = draw<kElements, true>(&task, s.tile_sums + b * s.tiles,
-                                          s.laws.counters + b * s.rows, unit.split, splits);
-  if (last && threadIdx.x == 0) write_tree_token(p, b, request[0].accepted, task);
+  uint64_t* sums = s.part_sums + b * s.tiles * kWarps;
+  uint32_t* counter = s.laws.counters + b * s.rows;
+  if constexpr (are_plain(kElements)) {
+    Drawn drawn;
+    double log_z = 0.0;
+    if (draw_by_parts<kElements, true>(task, sums, counter, share, splits, &drawn, &log_z)) {
+      write_tree_token(p, b, request[0].accepted, drawn.token,
+                       law_log_probability(task.target_law, drawn.logit, log_z));
+    }
+  } else {
+    const bool last = draw<kElements, true>(&task, sums, counter, unit.split, splits);
+    if (last && threadIdx.x == 0) write_tree_token(p, b, request[0].accepted, task);
+  }
 }
 
 // ---- raw logprobs ---
@@ -187,7 +199,9 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, asked);
   // Without a law of the draft no child is drawn from one.
   s.teams = {p.batch, has_draft ? 2 * p.nodes : 0, s.tiles};
-  const int64_t own_nodes = is_small(p) ? 0 : visiting_blocks(gpu, p, s.teams) * p.nodes;
+  const int64_t blocks = visiting_blocks(gpu, p, s.teams);
+  plan_rounds(blocks, &s.teams);
+  const int64_t own_nodes = is_small(p) ? 0 : blocks * p.nodes;
   const auto memory = reserve_memory(workspace, nodes);
   const auto own = reserve_memory(workspace, own_nodes);
   const auto trees = workspace->reserve<Tree>(p.batch);
@@ -198,7 +212,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   const auto ends = workspace->reserve<int32_t>(p.batch);
   const auto winners = workspace->reserve<int64_t>(races ? nodes : 0);
   const auto runners = workspace->reserve<Runner>(races ? nodes * s.tiles : 0);
-  const auto tile_sums = workspace->reserve<uint64_t>(p.batch * s.tiles);
+  const auto part_sums = workspace->reserve<uint64_t>(p.batch * s.tiles * kWarps);
   const auto teams = reserve_teams(workspace, s.teams);
   workspace->allocate(gpu);
   s.laws = laws_at(*workspace, laws, p.batch * s.rows, s.tiles, asked);
@@ -212,7 +226,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   s.ends = workspace->at(ends);
   s.winners = races ? workspace->at(winners) : nullptr;
   s.runners = workspace->at(runners);
-  s.tile_sums = workspace->at(tile_sums);
+  s.part_sums = workspace->at(part_sums);
   place_teams(*workspace, teams, &s.teams);
   return s;
 }

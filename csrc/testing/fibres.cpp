@@ -98,6 +98,13 @@ struct Memory {
   size_t bytes = 0;
 };
 
+// What the launches of a call write for each other.
+struct Workspace {
+  Memory memory;
+  std::vector<unsigned char> before;  // what was in it when the last launch began
+  bool in_turn = false;               // that launch let the next one begin once it had waited
+};
+
 // Bytes in memory that holds nothing useful.
 constexpr unsigned char kPoison[] = {0xFF, 0x7F, 0xCD, 0x01};
 
@@ -122,9 +129,10 @@ struct Machine {
   std::vector<void*> brought;  // to the meeting that is about to be held
   Place caller;
   Memory shared;  // all shared variables of this library: its thread-local storage, nothing else
-  std::map<std::thread::id, Memory> workspaces;  // of host threads
-  Memory workspace;                              // of this launch's
-  std::vector<unsigned char> hidden;             // what is in it while it is hidden
+  std::map<std::thread::id, Workspace> workspaces;  // of host threads
+  Memory workspace;                                 // of this launch's
+  std::vector<unsigned char> early;   // what is seen there before the launch before has ended
+  std::vector<unsigned char> hidden;  // what is in it while that is seen
   int threads = 0;
   int64_t left = 0;  // blocks that have not begun
   int64_t naps = 0;
@@ -140,6 +148,7 @@ struct Machine {
   uint64_t random = 1;
   int64_t launches = 0;
   int64_t waits = 0;             // threads that have waited for the launch before
+  bool in_turn = true;           // none has let the next one begin before that
   std::set<const void*> loaded;  // kernels
 };
 
@@ -330,10 +339,23 @@ void begin(Machine* m, Block* block, int64_t index) {
   tell(*m, Moment::kBlockBegins, index);
 }
 
+// What a launch sees of its workspace until it waits: what the launches before the last one have
+// left if that one let it begin only once they had ended; else, and where the last one has changed
+// anything, nothing useful.
+void look_early(Machine* m, const Workspace& workspace) {
+  const auto* memory = static_cast<const unsigned char*>(workspace.memory.begin);
+  const unsigned char poison = kPoison[random_below(m, sizeof kPoison)];
+  const bool known = workspace.in_turn && workspace.before.size() == workspace.memory.bytes;
+  m->early.assign(workspace.memory.bytes, poison);
+  for (size_t i = 0; known && i < workspace.memory.bytes; ++i) {
+    if (workspace.before[i] == memory[i]) m->early[i] = memory[i];
+  }
+}
+
 void hide_workspace(Machine* m) {
-  const auto* memory = static_cast<const unsigned char*>(m->workspace.begin);
+  auto* memory = static_cast<unsigned char*>(m->workspace.begin);
   m->hidden.assign(memory, memory + m->workspace.bytes);
-  memset(m->workspace.begin, kPoison[random_below(m, sizeof kPoison)], m->workspace.bytes);
+  memcpy(memory, m->early.data(), m->early.size());
 }
 
 void show_workspace(Machine* m) {
@@ -477,7 +499,14 @@ void run_grid(const Launch& launch, void (*thread)(const void*), const void* con
   ++m.launches;
   m.launch = &launch;
   const auto known = m.workspaces.find(std::this_thread::get_id());
-  m.workspace = known != m.workspaces.end() ? known->second : Memory{};
+  Workspace* workspace = known != m.workspaces.end() ? &known->second : nullptr;
+  m.workspace = workspace != nullptr ? workspace->memory : Memory{};
+  if (workspace != nullptr) {
+    if (launch.chained) look_early(&m, *workspace);
+    const auto* memory = static_cast<const unsigned char*>(workspace->memory.begin);
+    workspace->before.assign(memory, memory + workspace->memory.bytes);
+  }
+  m.in_turn = true;
   m.thread = thread;
   m.context = context;
   prepare(&m, blocks, static_cast<int>(launch.threads));
@@ -495,6 +524,7 @@ void run_grid(const Launch& launch, void (*thread)(const void*), const void* con
     if (!m.error.empty()) give_up(&m, launch.name);
   }
   m.lost = -1;
+  if (workspace != nullptr) workspace->in_turn = m.in_turn;
   tell(m, Moment::kLaunchEnded);
   if (launch.chained && m.waits != blocks * launch.threads) {
     throw std::runtime_error(std::string(launch.name) + ": " + std::to_string(m.waits) + " of " +
@@ -535,11 +565,17 @@ void note_wait() {
   show_workspace(&m);
 }
 
+void note_let_begin() {
+  Machine& m = the_machine;
+  const Fibre& fibre = *m.block->fibres[static_cast<size_t>(m.block->current)];
+  if (m.launch->chained && !fibre.waited) m.in_turn = false;
+}
+
 void set_workspace(void* begin, int64_t bytes) {
   const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
-  const Memory workspace{begin, static_cast<size_t>(bytes)};
   if (begin != nullptr) {
-    the_machine.workspaces[std::this_thread::get_id()] = workspace;
+    const Memory memory{begin, static_cast<size_t>(bytes)};
+    the_machine.workspaces[std::this_thread::get_id()] = {memory, {}, false};
   } else {
     the_machine.workspaces.erase(std::this_thread::get_id());
   }

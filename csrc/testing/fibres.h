@@ -89,9 +89,13 @@ void unload();
 // The thread waits for the launch before.
 void note_wait();
 
+// The thread lets the next launch begin.
+void note_let_begin();
+
 // The memory that the launches of this host thread's call write for each other, from here on; null
-// for none. Until some thread of a block has waited for the launch before it holds nothing useful,
-// and what such a block writes there is lost: on a device that launch may still be under way.
+// for none. Until some thread of a block has waited for the launch before, that may still be under
+// way on a device: the block sees nothing useful there, but for what launches before that one have
+// left if all threads of that one let it begin after they had waited. What it writes is lost.
 void set_workspace(void* begin, int64_t bytes);
 
 // ---- watching launches --------------------------------------------------------------------------

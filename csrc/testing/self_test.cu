@@ -235,6 +235,16 @@ __global__ void read_what_was_left(int* left, int* taken, bool waits_first) {
 
 __global__ void leave_a_number(int* left) { *left = 5; }
 
+// A launch between those two.
+__global__ void come_between(int* other, bool in_turn) {
+  if (in_turn) {
+    begin_in_turn();
+  } else {
+    begin_kernel();
+  }
+  *other = 7;
+}
+
 // Calls run(); what it throws is the message.
 template <typename Run>
 void say_error(char* message, int64_t size, const Run& run) {
@@ -328,6 +338,17 @@ SPECDEC_TEST void test_early(int waits_first, int* left, int* taken) {
   fibres::set_workspace(left, sizeof *left);
   launch(gpu, "first", leave_a_number, 1, left);
   launch(gpu, "second", read_what_was_left, 2, left, taken, waits_first != 0);
+  fibres::set_workspace(nullptr, 0);
+}
+
+// The same with a launch between them, which writes another number. Three launches: the third one
+// reads `left`, or `left + 1`, which the second one writes.
+SPECDEC_TEST void test_early_of_third(int in_turn, int of_second, int* left, int* taken) {
+  const Gpu gpu{{8, true}, nullptr, nullptr, nullptr};
+  fibres::set_workspace(left, 2 * sizeof *left);
+  launch(gpu, "first", leave_a_number, 1, left);
+  launch(gpu, "second", come_between, 1, left + 1, in_turn != 0);
+  launch(gpu, "third", read_what_was_left, 2, left + (of_second != 0 ? 1 : 0), taken, false);
   fibres::set_workspace(nullptr, 0);
 }
 

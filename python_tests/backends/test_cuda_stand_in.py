@@ -279,6 +279,20 @@ def test_what_launches_leave_is_there_for_those_who_wait(threads, waits_first):
 
 
 @pytest.mark.parametrize("threads", fibres.THREADS)
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("of_second", [False, True])
+def test_what_is_there_before_the_wait(threads, in_turn, of_second):
+    # What the first of three launches has left, if the second one waited before it let the third
+    # one begin; what the second one writes never is.
+    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    left, taken = (ctypes.c_int * 2)(), (ctypes.c_int * 2)()
+    library.test_early_of_third(int(in_turn), int(of_second), left, taken)
+    assert list(left) == [5, 7]  # what is written too early is lost
+    expected = 7 if of_second else 5
+    assert [value == expected for value in taken] == [in_turn and not of_second] * 2
+
+
+@pytest.mark.parametrize("threads", fibres.THREADS)
 def test_kernels_are_loaded_before_they_are_launched(threads):
     library = fibres.library(f"_fibres_self_test_{threads}.so")
     said = ctypes.create_string_buffer(1000)
