@@ -22,24 +22,6 @@ namespace cuda {
 
 // ---- candidates ---
 
-// Appends those of n entries from `first` on that are wanted(x); their number may pass what fits.
-template <int n, typename Wanted>
-__device__ __forceinline__ void append(CutoffMemory* memory, int64_t first, const float* x,
-                                       const Wanted& wanted) {
-  int32_t found = 0;
-#pragma unroll
-  for (int j = 0; j < n; ++j) found += wanted(x[j]);
-  if (found == 0) return;
-  int32_t place = atomicAdd(&memory->count, found);
-#pragma unroll
-  for (int j = 0; j < n; ++j) {
-    if (!wanted(x[j])) continue;
-    if (place < kMaxCandidates) memory->candidates[place] = x[j];
-    if (place < kThreads) memory->entries[place] = static_cast<int32_t>(first + j);
-    ++place;
-  }
-}
-
 // The groups that reach the floor; false if they are too many.
 __device__ __forceinline__ bool list_groups(CutoffMemory* memory, const float* group_max,
                                             int64_t groups, float floor, int32_t* count) {
@@ -57,18 +39,21 @@ __device__ __forceinline__ bool list_groups(CutoffMemory* memory, const float* g
   return *count <= kMaxCandidates;
 }
 
-// All finite entries >= floor of a row as candidates; false if they do not fit.
+// All finite entries >= floor of a row as candidates; false if they do not fit. Few entries are:
+// the loop over groups notes their places only, and they are read once more.
 template <bool kMasked>
 __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const float* group_max,
                                      float floor, CandidateSource* out) {
   constexpr int kInFlight = 4;
   constexpr int kVectors = kGroup / kVector;
+  static_assert(kInFlight * kVector <= 32, "an entry in flight has a bit");
   int32_t groups = 0;
   if (!list_groups(memory, group_max, num_tiles(row.vocab) * kTileGroups, floor, &groups)) {
     return false;
   }
+  const float least = fmaxf(floor, -FLT_MAX);
   const auto first_of = [=](int32_t at) {
-    return int64_t{memory->groups[at / kVectors]} * kGroup + at % kVectors * kVector;
+    return memory->groups[at / kVectors] * kGroup + at % kVectors * kVector;
   };
   if (threadIdx.x == 0) memory->count = 0;
   __syncthreads();
@@ -80,18 +65,33 @@ __device__ inline bool collect_above(CutoffMemory* memory, const Row& row, const
       const int32_t at = base + i * kThreads;
       if (at < groups * kVectors) load_vector_at(row, first_of(at), &raw[i]);
     }
+    uint32_t wanted = 0;
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       if (base + i * kThreads >= groups * kVectors) continue;
-      const int64_t first = first_of(base + i * kThreads);
       float x[kVector];
       widen_vector(row.element, raw[i], x);
-      if (kMasked) hide_in_vector(row, first, x);
-      append<kVector>(memory, first, x, [=](float v) { return v >= floor && v > -INFINITY; });
+      if (kMasked) hide_in_vector(row, first_of(base + i * kThreads), x);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) wanted |= (x[j] >= least ? 1u : 0u) << (i * kVector + j);
+    }
+    if (wanted == 0) continue;
+    int32_t place = atomicAdd(&memory->count, __popc(wanted));
+#pragma unroll 1
+    for (; wanted != 0; wanted &= wanted - 1, ++place) {
+      const int32_t bit = __ffs(static_cast<int>(wanted)) - 1;
+      if (place >= kMaxCandidates) break;
+      memory->places[place] = first_of(base + bit / kVector * kThreads) + bit % kVector;
     }
   }
   __syncthreads();
   *out = {memory->candidates, memory->count};
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < out->count && i < kMaxCandidates; i += kThreads) {
+    const int32_t entry = memory->places[i];
+    if (i < kThreads) memory->entries[i] = entry;
+    memory->candidates[i] = stored_value(row, entry);
+  }
   __syncthreads();
   return out->count <= kMaxCandidates;
 }
@@ -243,7 +243,9 @@ __device__ __forceinline__ bool collect_bin(CutoffMemory* memory, const Row& row
   if (threadIdx.x == 0) memory->count = 0;
   __syncthreads();
   RowSource<kMasked>{row}([&](float x) {
-    append<1>(memory, 0, &x, [&](float v) { return v >= law.cutoff && bin_of(v) == bin; });
+    if (!(x >= law.cutoff) || bin_of(x) != bin) return;
+    const int32_t place = atomicAdd(&memory->count, 1);
+    if (place < kMaxCandidates) memory->candidates[place] = x;
   });
   __syncthreads();
   *out = {memory->candidates, memory->count};

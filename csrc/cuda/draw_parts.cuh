@@ -93,8 +93,8 @@ struct Drawn {
   float logit;
 };
 
-// The lowest entry of a part whose inclusive prefix sum exceeds the threshold, by the weights `w` of
-// the tile `raw`. True in the one thread that has it. Collective over the part's warp.
+// The lowest entry of a part whose inclusive prefix sum exceeds the threshold, by the weights `w`
+// of the tile `raw`. True in the one thread that has it. Collective over the part's warp.
 template <Elements kElements, bool kTree>
 __device__ __forceinline__ bool find_in_part(const DrawWeights<kElements, kTree>& weights,
                                              const DrawnPart& part, const RawTiles& raw,

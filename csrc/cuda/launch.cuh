@@ -47,7 +47,8 @@ struct AsGiven {
 //
 // Of an operator's launches the first begins when all is done that was enqueued before. The others
 // are chained to the launch before where the device can do that: their blocks may begin as soon as
-// all blocks of that one have, and wait for its end themselves. So every kernel calls begin_kernel.
+// all blocks of that one have, and wait for its end themselves, by begin_kernel or what it consists
+// of.
 template <typename... Params>
 void launch(const Gpu& gpu, const char* name, void (*kernel)(Params...), int64_t blocks,
             const typename AsGiven<Params>::Type&... params) {

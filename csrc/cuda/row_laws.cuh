@@ -1,8 +1,8 @@
 // The laws of all rows of an operator: what row_law, sample, acceptance and verify_tree share.
 //
 // Rows is a functor that travels to the device: RowTask rows(r) is row r of `count`, and
-// rows.p.mask the mask that all of them have or lack. Kernels begin in turn: in a tree's call a later
-// one reads early what was there before them.
+// rows.p.mask the mask that all of them have or lack. Kernels begin in turn: in a tree's call a
+// later one reads early what was there before them.
 #pragma once
 
 #include "cutoff.cuh"

@@ -17,7 +17,10 @@ static_assert(kRadixBins % kThreads == 0, "threads share the bins evenly");
 
 // What a block shares while it looks for the cutoffs of a row: 34 KB.
 struct CutoffMemory {
-  alignas(16) float candidates[kMaxCandidates];
+  union {
+    alignas(16) float candidates[kMaxCandidates];
+    int32_t places[kMaxCandidates];  // in the row, before candidates are read from there
+  };
   int32_t entries[kThreads];  // of the row, that the first candidates are
   union {
     alignas(16) uint64_t histogram[kRadixBins];

@@ -22,9 +22,9 @@ __host__ __device__ bool is_small(const VerifyTreeParams& p) { return p.nodes <=
 // Rows of a request: the targets of all nodes, then the drafts of their children if there is a
 // draft law.
 struct TreeScratch {
-  Divisor rows;   // of a request
-  Divisor tiles;  // of the wider vocabulary: the stride of a row's tiles
-  LawScratch laws;    // [B, rows]
+  Divisor rows;     // of a request
+  Divisor tiles;    // of the wider vocabulary: the stride of a row's tiles
+  LawScratch laws;  // [B, rows]
   TreeMemory memory;
   Tree* trees = nullptr;           // [B]
   Request* requests = nullptr;     // [B], opened
@@ -47,9 +47,7 @@ struct Nodes {
   const TreeScratch& s;
   int64_t b;
 
-  __device__ LawRow target(int64_t v) const {
-    return {target_row(v), s.laws.laws[b * s.rows + v]};
-  }
+  __device__ LawRow target(int64_t v) const { return {target_row(v), s.laws.laws[b * s.rows + v]}; }
   __device__ Row target_row(int64_t v) const { return SPECDEC_CPU_ISA::target_row(p, b, v); }
   // Where nobody asks for the law, it is not valid.
   __device__ LawRow draft(int64_t v) const {

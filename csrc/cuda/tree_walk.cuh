@@ -4,7 +4,8 @@
 // left a shortlist. Under traversal several nodes wait for their sums at once, and a warp takes
 // each of them on (its lanes would go different ways): what a node's visit writes belongs to the
 // node or its children, so warps do not meet. A stepwise rule waits for one sum at a time. When no
-// node waits any more, all threads end the request.
+// node waits any more, all threads end the request. What takes no law is done while the rows are
+// still scanned: the tree is copied, and its tokens' entries are read.
 //
 // Each block has its own copy of what changes, in shared memory if a tree has at most
 // kNodesInShared nodes. All blocks of a team write the same outputs. Included by verify_tree.cu

@@ -57,8 +57,14 @@ __global__ void __launch_bounds__(kThreads, scan_blocks(kMasked))
   prefetch_first_tiles(p, s);
   clear_counters(s.counters, p.batch * s.rows);
   const ChainRows rows{p, s.rows};
-  scan_all<kMasked, kElements>(RowsToScan<ChainRows, ChainRests>{
-      rows, s.whole, s.tiles, s.summaries, s.group_max, false, s.tasks, {p, s.rows, s.gamma, s.all}});
+  scan_all<kMasked, kElements>(RowsToScan<ChainRows, ChainRests>{rows,
+                                                                 s.whole,
+                                                                 s.tiles,
+                                                                 s.summaries,
+                                                                 s.group_max,
+                                                                 false,
+                                                                 s.tasks,
+                                                                 {p, s.rows, s.gamma, s.all}});
 }
 
 #if SPECDEC_LISTS

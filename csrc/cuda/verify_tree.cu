@@ -198,7 +198,7 @@ TreeScratch make_scratch(const VerifyTreeParams& p, const Gpu& gpu, Workspace* w
   const LawsAsked asked{filters, true, !races};
   const auto laws = reserve_laws(workspace, p.batch * s.rows, s.tiles, asked);
   // Without a law of the draft no child is drawn from one.
-  s.teams = {p.batch, has_draft ? 2 * p.nodes : 0, s.tiles};
+  s.teams = {p.batch, has_draft ? 2 * p.nodes : 0, s.tiles, nullptr, nullptr, {}};
   const int64_t blocks = visiting_blocks(gpu, p, s.teams);
   plan_rounds(blocks, &s.teams);
   const int64_t own_nodes = is_small(p) ? 0 : blocks * p.nodes;
