@@ -83,7 +83,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   clear_outputs(p, r.b, threadIdx.x, kThreads);
   Descent d;
   int64_t base = 0;
-#pragma unroll 1
   for (;; base += kNodesAtOnce) {
     const int32_t count = clamp_to(r.drafted + 1 - base, 0, kNodesAtOnce);
     open_nodes<kReads>(p, r, base, count, &nodes);

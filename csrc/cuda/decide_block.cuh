@@ -55,7 +55,6 @@ __device__ __forceinline__ void sum_share(const Scratch& s, int32_t tiles, const
                                           const Divisor& splits, double* masses) {
   __shared__ SharedArray<DrawTask, 1> task;
   const Share share = share_of(__popc(asking) * tiles, unit.split, splits);
-#pragma unroll 1
   for (int32_t first = 0; asking != 0; first += tiles, asking &= asking - 1, masses += s.tiles) {
     const int32_t from = clamp_to(share.first - first, 0, tiles);
     const int32_t to = clamp_to(share.last - first, 0, tiles);
@@ -81,7 +80,6 @@ __device__ __forceinline__ double add_up_masses(const Scratch& s, const Request&
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const unsigned all = asking.listed | asking.others;
   int k = 0;
-#pragma unroll 1
   for (unsigned left = all; left != 0; left &= left - 1, ++k) {
     if (k % kWarps != warp) continue;
     const int lane = lowest_lane(left);
@@ -119,7 +117,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   Descent d;
   double inflow = 1.0;  // of the lane's node
   int32_t sums = 0;
-#pragma unroll 1
   do {
     const int64_t base = d.leaf;
     inflow = come_to(p, s, r, base, &nodes, &d);
@@ -133,7 +130,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   const bool again = d.leaf >= kNodesAtOnce;  // the first nodes are forgotten
   if (again) d = Descent{};
   sums = 0;
-#pragma unroll 1
   for (int64_t base = 0;; base = d.leaf) {
     if (again) inflow = come_to(p, s, r, base, &nodes, &d);
     const AskingNodes asking = asking_nodes(s, r, nodes.data(), base, inflow, d);

@@ -125,7 +125,6 @@ __device__ __forceinline__ void find_places(const VerifyParams& p, const Scratch
   constexpr int kFinders = kWarps > 1 ? kWarps - 1 : 1;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   if (warp >= kFinders || r.greedy || s.races || has_filter(r.target_filters)) return;
-#pragma unroll 1
   for (int32_t k = warp; k < count; k += kFinders) {
     ChainNode& node = (*nodes)[k];
     if (!node.target.law.valid) continue;
@@ -229,13 +228,10 @@ __device__ __forceinline__ bool draw_by_groups(const Scratch& s, const Request& 
   const Share share = share_of(groups, warp, kWarps);
   int64_t excluded = excluded_of(task);
   uint64_t threshold = 0;
-#pragma unroll 1
   for (bool finds = false;;) {
     uint64_t mine = 0, before = 0;  // of the lane; of the groups that a search has passed
-#pragma unroll 1
     for (int64_t base = share.first; base < share.last; base += GroupBits::kGroups) {
       GroupBits kept(group_max, base, share.last, task.target_law.cutoff);
-#pragma unroll 1
       for (;;) {
         const int32_t one = kept.take(), other = kept.take();
         if (one < 0) break;

@@ -162,7 +162,6 @@ __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* pa
     *log_z = log(task.target_law.z);
     DrawnPart part{0, 0};
     uint64_t total = 0;
-#pragma unroll 1
     for (bool finds = false;; finds = true) {
 #pragma unroll 1
       for (; tile < last; ++tile) {

@@ -93,7 +93,6 @@ class Loading {
   }
   template <typename Kernels>
   auto operator()(const Kernels& kernels) const -> decltype(kernels.begin(), void()) {
-#pragma unroll 1
     for (auto* kernel : kernels) (*this)(kernel);
   }
   template <typename First, typename Second, typename... Others>

@@ -115,7 +115,6 @@ __device__ __forceinline__ void race_tile(const RaceTask& task, int64_t tile, Ru
   for (int j = 0; j < kPerThread; ++j) least[j] = weight(least[j]);
 #pragma unroll
   for (int j = 0; j < kPerThread; j += 2) bound_pair(task, entry_at(tile, j), least + j);
-#pragma unroll 1
   for (;;) {
     // The warp's entry with the least bound first: its time rules most of the others out.
     float lowest = INFINITY;

@@ -99,7 +99,6 @@ __device__ __forceinline__ void find_complete_laws(const LawScratch& s, ScanMemo
   }
   __syncthreads();
   int turn = 0;
-#pragma unroll 1
   for (unsigned left = complete; left != 0; left &= left - 1, ++turn) {
     if (turn % kWarps != static_cast<int>(threadIdx.x) / kWarp) continue;
     const TilePlan& plan = memory->plans[memory->order[__ffs(static_cast<int>(left)) - 1].plan];

@@ -186,12 +186,10 @@ __device__ __forceinline__ void work_in_team(const Teams& teams, int64_t b, Walk
   walk->begin([&] {
     if (teams.sums > 0) block.look_ahead();
   });
-#pragma unroll 1
   for (bool first = true;; first = false) {
     const int32_t sums = walk->next(masses, first);
     if (sums == 0) return;
     block.open_round(sums);
-#pragma unroll 1
     for (;;) {
       const Turn turn = block.take_turn();
       if (!turn.has_piece) break;
@@ -229,7 +227,6 @@ __device__ void list_sums(int32_t first, int32_t last, const Asks& asks, Node* n
 template <typename Part>
 __device__ __forceinline__ void for_each_request(int64_t requests, const Part& do_part) {
   const uint32_t blocks = gridDim.x, n = static_cast<uint32_t>(requests);
-#pragma unroll 1
   for (uint32_t b = blockIdx.x % n; b < n; b += blocks) do_part(b);
 }
 

@@ -219,7 +219,6 @@ class TreeWalk {
 
   // Goes down until the request waits, or ends and has its winner: a stepwise rule.
   __device__ void descend(Request* r, const Tree& tree, int64_t v) {
-#pragma unroll 1
     for (;;) {
       NodeVisit visit = visits[v];
       const Pending pending = advance(p_, r, tree, true, &visit);
@@ -299,7 +298,6 @@ class TreeWalk {
     Request& r = ledger_.request;
     int64_t* tokens = memory_of(s_.memory, p_.nodes, nodes_.b).tokens;
     const int64_t* own = ledger_.tree.tried;
-#pragma unroll 1
     for (TokenList* list : {&r.draw.tried, &r.draw.no_draft}) {
       const int64_t first = list->tokens - own;
 #pragma unroll 1
