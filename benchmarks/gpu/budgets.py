@@ -137,7 +137,7 @@ BUDGETS = {
 }
 
 #: Of any other kernel.
-OTHERWISE = Budget(230)
+OTHERWISE = Budget(109)
 #: Of any kernel that knows lists of draft tokens: the most that one of them takes.
 LISTED = Budget(306, spills=221)
 
