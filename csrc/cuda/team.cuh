@@ -158,10 +158,9 @@ class Member {
   }
 
  private:
+  // The counter runs on: whoever is late finds it past the end.
   __device__ void wait_for_pieces() const {
     constexpr unsigned kPause = 20;  // nanoseconds
-                                     // The counter runs on: whoever is late finds it past the end.
-#pragma unroll 1
     while (static_cast<int32_t>(acquire(&state_->done) - end_) < 0) __nanosleep(kPause);
   }
 
