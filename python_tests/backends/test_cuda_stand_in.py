@@ -133,7 +133,8 @@ def test_places_by_multiplication_are_those_by_division(threads):
         # Where a quotient that is off by a little shows: at multiples of the divisor, and beside.
         rows = torch.randint(0, (2**31 - 1) // columns + 1, [threads - 5], generator=generator)
         beside = rows * columns + torch.randint(-1, 2, rows.shape, generator=generator)
-        given = torch.cat([beside.clamp(0, 2**31 - 1), torch.tensor([0, 1, 2, 2**31 - 2, 2**31 - 1])])
+        ends = torch.tensor([0, 1, 2, 2**31 - 2, 2**31 - 1])
+        given = torch.cat([beside.clamp(0, 2**31 - 1), ends])
         found = torch.zeros(threads, 2, dtype=torch.int64)
         library.test_place_in(pointer(given), pointer(found), ctypes.c_int64(columns))
         assert torch.equal(found, torch.stack([given // columns, given % columns], 1)), columns
