@@ -284,7 +284,8 @@ SPECDEC_HD void read_entries(const VerifyTreeParams& p, const Tree& tree, int64_
                              const Row& target, const Row& draft) {
   const int64_t token = tree_token(p, tree.b, v);
   const int64_t entry = draft.data != nullptr ? entry_of_token(draft, token) : -1;
-  tree.log_p[v] = token < target.vocab ? row_value(target, token) : NAN;
+  const bool known = target.data != nullptr && token < target.vocab;
+  tree.log_p[v] = known ? row_value(target, token) : NAN;
   tree.q[v] = entry >= 0 ? row_value(draft, entry) : NAN;
 }
 

@@ -405,9 +405,9 @@ def test_rows_without_a_law(backend, rule, value):
     assert out.status.tolist() == [1] and out.tokens[0].tolist() == [0, -1, -1, -1, -1]
 
 
-def test_rows_of_a_packed_table_that_are_not_there(backend):
-    parents, tokens = [-1, 0, 0], [-1, 0, 1]
-    case = one_tree(parents, tokens, p=[1.0, 0.0, 0.0], uniforms=[0.0, 0.0, 0.5])
+@pytest.mark.parametrize("parents", [[-1, 0, 0], [-1, 0, 1]])  # of a leaf, or a child asks for it
+def test_rows_of_a_packed_table_that_are_not_there(backend, parents):
+    case = one_tree(parents, [-1, 0, 1], p=[1.0, 0.0, 0.0], uniforms=[0.0, 0.0, 0.5])
     table = case.inputs["target_logits"][0]
     for row in (-1, 3, 2**31 - 1):
         packed = case.replace(target_logits=table, target_rows=torch.tensor([[0, row, 2]]))
