@@ -145,27 +145,30 @@ class TreeWalk {
     __syncthreads();
   }
 
-  // What can be read before the rows' laws are there.
-  __device__ void read_tokens_entries() {
+  // look(v, parent) for all nodes but the root that tokens lead to.
+  template <typename Look>
+  __device__ __forceinline__ void for_tokens(const Look& look) {
     const Tree& tree = ledger_.tree;
 #pragma unroll 1
     for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
-      if (!is_reachable(tree, v)) continue;
-      const int64_t parent = tree_parent(p_, tree.b, v);
-      read_entries(p_, tree, v, nodes_.target_row(parent), nodes_.draft_row(parent));
+      if (is_reachable(tree, v)) look(v, tree_parent(p_, tree.b, v));
     }
+  }
+
+  // What can be read before the rows' laws are there.
+  __device__ void read_tokens_entries() {
+    for_tokens([&](int64_t v, int64_t parent) {
+      read_entries(p_, ledger_.tree, v, nodes_.target_row(parent), nodes_.draft_row(parent));
+    });
   }
 
   // Looks at all tokens of the request and begins all visits.
   __device__ void open_visits() {
-    const Tree& tree = ledger_.tree;
-#pragma unroll 1
-    for (int64_t v = 1 + threadIdx.x; v < tree.count; v += kThreads) {
-      if (!is_reachable(tree, v)) continue;
-      const int64_t parent = tree_parent(p_, tree.b, v);
-      look_at_token(p_, tree, v, nodes_.target(parent), nodes_.draft(parent));
-    }
+    for_tokens([&](int64_t v, int64_t parent) {
+      look_at_token(p_, ledger_.tree, v, nodes_.target(parent), nodes_.draft(parent));
+    });
     __syncthreads();
+    const Tree& tree = ledger_.tree;
 #pragma unroll 1
     for (int64_t v = threadIdx.x; v < tree.count; v += kThreads) {
       if (!is_reachable(tree, v)) continue;
