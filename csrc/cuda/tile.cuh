@@ -35,8 +35,8 @@ struct Place2d {
   int64_t column;
 };
 
-// Of entry k, for k and columns below 2^32, as blocks of a launch and tiles to scan are: a division
-// of 64-bit numbers takes several times the code.
+// Of entry k, for k and columns below 2^32, as blocks of a launch and rows of a call are: dividing
+// 64-bit numbers takes several times the code.
 __device__ __forceinline__ Place2d place_in(int64_t k, int64_t columns) {
   const uint32_t index = static_cast<uint32_t>(k), width = static_cast<uint32_t>(columns);
   return {index / width, index % width};
