@@ -24,6 +24,10 @@
 #define SPECDEC_ON_GPU 0
 #endif
 
+#ifdef SPECDEC_ON_FIBRES
+#include "../testing/stand_in.h"
+#endif
+
 // Whether there is code for draft laws that are lists of tokens (TokenLists). The CUDA kernels for
 // them are compiled apart, from cuda/verify_lists.cu and cuda/verify_tree_lists.cu, in a namespace
 // of their own: the others have no trace of it.
@@ -38,7 +42,7 @@ constexpr bool kLists = SPECDEC_LISTS != 0;
 
 // Lowers a number to `value` if it is above; returns what it was. Threads of a GPU may share it.
 SPECDEC_HD int32_t lower(int32_t* number, int32_t value) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) || defined(SPECDEC_ON_FIBRES)
   return atomicMin(number, value);
 #else
   const int32_t old = *number;

@@ -86,6 +86,7 @@ __device__ __forceinline__ double add_up_masses(const Scratch& s, const Request&
     const double flows_in = __shfl_sync(kAllLanes, inflow, lane);
     double mass = 0.0;
     if ((asking.listed >> lane & 1u) != 0) {
+      __syncwarp();  // all lanes have read the one before
       if (threadIdx.x % kWarp == 0) {
         tasks[warp] = block_residual(flows_in, nodes[lane].target, nodes[lane].draft);
       }

@@ -139,45 +139,45 @@ __device__ __forceinline__ void begin_in_turn() {
 // Adds to a counter of the launch's blocks; gives its old value. What this thread has written or
 // seen written before is seen by whoever adds later, and by whoever meets that one at a barrier.
 __device__ __forceinline__ uint32_t add_in_order(uint32_t* counter, uint32_t value) {
-#ifdef __CUDA_ARCH__
+#ifdef SPECDEC_ON_FIBRES
+  return fibres::add_to_counter(counter, value, true);
+#else
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(counter), "r"(value)
                : "memory");
   return old;
-#else
-  return atomicAdd(counter, value);
 #endif
 }
 
 // The same where nobody asks for the old value: sees nothing of what others wrote.
 __device__ __forceinline__ void release_add(uint32_t* counter, uint32_t value) {
-#ifdef __CUDA_ARCH__
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
+#ifdef SPECDEC_ON_FIBRES
+  fibres::add_to_counter(counter, value, false);
 #else
-  atomicAdd(counter, value);
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
 #endif
 }
 
 // A counter's value. What was written before it was added to by release_add is seen by this thread,
 // and by whoever meets it at a barrier.
 __device__ __forceinline__ uint32_t acquire(const uint32_t* counter) {
-#ifdef __CUDA_ARCH__
+#ifdef SPECDEC_ON_FIBRES
+  return fibres::look_at_counter(counter);
+#else
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
-#else
-  return *static_cast<const volatile uint32_t*>(counter);
 #endif
 }
 
 // Asks for the line at an address, to be read soon.
 __device__ __forceinline__ void prefetch_line(const char* address) {
-#ifdef __CUDA_ARCH__
-  asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+#ifdef SPECDEC_ON_FIBRES
+  fibres::touch(address);
 #else
-  (void)*static_cast<const volatile char*>(address);  // it must be there
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
 #endif
 }
 

@@ -188,9 +188,9 @@ __device__ void reach_nodes(const VerifyTreeParams& p, const NodesAsGiven& given
   if (!block_all(in_range)) r->status |= kParameterOutOfRange;
 }
 
-// Which draft rows are asked for. Collective over the block.
+// Which draft rows are asked for, some of them by several threads. Collective over the block.
 __device__ void ask_for_drafts(const VerifyTreeParams& p, const NodesAsGiven& given,
-                               const Request& r, const Tree& tree, uint8_t* wants_draft) {
+                               const Request& r, const Tree& tree, volatile uint8_t* wants_draft) {
 #pragma unroll 1
   for (int v = static_cast<int>(threadIdx.x); v < p.nodes; v += kThreads) wants_draft[v] = 0;
   __syncthreads();

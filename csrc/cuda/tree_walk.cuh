@@ -8,8 +8,7 @@
 // still scanned: the tree is copied, and its tokens' entries are read.
 //
 // Each block has its own copy of what changes, in shared memory if a tree has at most
-// kNodesInShared nodes. All blocks of a team write the same outputs. Included by verify_tree.cu
-// alone.
+// kNodesInShared nodes. Included by verify_tree.cu alone.
 #pragma once
 
 #include "tree.cuh"
@@ -132,6 +131,7 @@ class TreeWalk {
 #pragma unroll 1
     for (int64_t v = threadIdx.x; v < p_.nodes; v += kThreads) {
       ledger_.waits[v] = Pending::kNothing;
+      own.log_p[v] = NAN;  // of a node that no token leads to
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -185,13 +185,13 @@ class TreeWalk {
     return static_cast<int32_t>(threadIdx.x) - (kThreads - kBesideFirstWarp);
   }
 
-  // By whoever does not go down from the root.
+  // By whoever does not go down from the root. What that one writes is not read.
   __device__ void find_log_probabilities() {
     const Tree& tree = ledger_.tree;
     const int32_t place = place_beside_first_warp();
 #pragma unroll 1
     for (int64_t v = 1 + place; place >= 0 && v < tree.count; v += kBesideFirstWarp) {
-      if (!is_reachable(tree, v)) continue;
+      if (std::isnan(tree.log_p[v])) continue;
       find_log_probability(p_, tree, v, nodes_.target(tree_parent(p_, tree.b, v)));
     }
   }
@@ -258,6 +258,7 @@ class TreeWalk {
   // The mass that a node waits for, by its target's shortlist. By a full warp.
   __device__ double listed_mass(int64_t v) {
     DrawTask& task = ledger_.tasks[threadIdx.x / kWarp];
+    __syncwarp();  // all lanes have read the one before
     if (threadIdx.x % kWarp == 0) {
       task =
           pending_sum(ledger_.tree, visits[v], Pending::kMass, nodes_.target(v), nodes_.draft(v));
@@ -268,8 +269,9 @@ class TreeWalk {
 
   // ---- the end ---
 
-  // Writes what is known but for the extra token.
+  // Writes what is known but for the extra token. All blocks of a team know it; its first one does.
   __device__ int32_t end() {
+    if (blockIdx.x >= static_cast<uint32_t>(p_.batch)) return 0;
     const Tree& tree = ledger_.tree;
     Request& r = ledger_.request;
     const int32_t writer = place_beside_first_warp();

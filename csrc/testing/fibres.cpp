@@ -153,6 +153,8 @@ struct Machine {
 };
 
 Machine the_machine;
+Watcher nobody;
+Watcher* the_watcher = &nobody;
 
 // xorshift64*: the high bits are good.
 uint32_t random_below(Machine* m, uint32_t n) {
@@ -242,6 +244,18 @@ void release(Block* block, int index) {
   block->runnable.push_back(index);
 }
 
+size_t slot_of(const Machine& m, const Block& block) {
+  return static_cast<size_t>(&block - m.residents.data());
+}
+
+// On the threads' own stacks.
+void exchange(Machine* m, Combine combine, int n) {
+  if (combine == nullptr) return;
+  the_watcher->leave();
+  combine(m->brought.data(), n);
+  the_watcher->enter(slot_of(*m, *m->block));
+}
+
 void hold_block_meeting(Machine* m, Combine combine) {
   Block* block = m->block;
   const Fibre& last = *block->fibres[block->current];
@@ -249,7 +263,8 @@ void hold_block_meeting(Machine* m, Combine combine) {
     check_same_place(*block->fibres[i], last);
     m->brought[i] = block->fibres[i]->mine;
   }
-  if (combine != nullptr) combine(m->brought.data(), m->threads);
+  exchange(m, combine, m->threads);
+  the_watcher->order_all();
   ++block->meetings;
   block->at_block = 0;
   for (int i = 0; i < m->threads; ++i) release(block, i);
@@ -266,7 +281,9 @@ void hold_warp_meeting(Machine* m, int first, uint32_t mask, Combine combine) {
     if (fibre.mask != mask) fail("lanes that should meet gave different masks");
     m->brought[lane] = fibre.mine;
   }
-  if (combine != nullptr) combine(m->brought.data(), kWarpLanes);
+  exchange(m, combine, kWarpLanes);
+  // A shuffle or a vote orders nothing in memory.
+  if (combine == nullptr) the_watcher->order(first, mask);
   block->at_warp[first / kWarpLanes] &= ~mask;
   for (int lane = 0; lane < kWarpLanes; ++lane) {
     if ((mask >> lane & 1) != 0) release(block, first + lane);
@@ -336,6 +353,7 @@ void begin(Machine* m, Block* block, int64_t index) {
   }
   block->under_way = true;
   block->waited = false;
+  the_watcher->begin_block(slot_of(*m, *block), index);
   tell(*m, Moment::kBlockBegins, index);
 }
 
@@ -383,7 +401,9 @@ void run_block(Machine* m, Block* block) {
   threadIdx.x = static_cast<unsigned>(block->current);
   const bool waits = m->launch->chained && !block->waited && m->workspace.bytes > 0;
   if (waits) hide_workspace(m);
+  the_watcher->enter(slot_of(*m, *block));
   change(&m->caller, &block->fibres[block->current]->place);
+  the_watcher->leave();
   show_workspace(m);
   if (!m->error.empty()) return;
   if (m->suspended) {
@@ -492,6 +512,15 @@ void wait_for_other_blocks() {
   suspend(&the_machine);
 }
 
+void note_atomic(const void* address, int64_t bytes, const void* place) {
+  the_watcher->use_atomically(address, bytes, place);
+}
+
+void note_counter(const void* counter, int64_t bytes, bool releases, bool acquires,
+                  const void* place) {
+  the_watcher->use_counter(counter, bytes, releases, acquires, place);
+}
+
 void run_grid(const Launch& launch, void (*thread)(const void*), const void* context) {
   Machine& m = the_machine;
   const std::lock_guard<std::mutex> lock(m.one_launch_at_a_time);
@@ -510,6 +539,8 @@ void run_grid(const Launch& launch, void (*thread)(const void*), const void* con
   m.thread = thread;
   m.context = context;
   prepare(&m, blocks, static_cast<int>(launch.threads));
+  const bool in_turn = workspace != nullptr && workspace->in_turn;
+  the_watcher->begin_launch(launch, in_turn, m.shared.begin, m.shared.bytes);
   tell(m, Moment::kLaunchBegins);
   const bool in_order = m.observer != nullptr;
   const int64_t stride = in_order ? 1 : random_stride(&m, blocks);
@@ -526,6 +557,8 @@ void run_grid(const Launch& launch, void (*thread)(const void*), const void* con
   m.lost = -1;
   if (workspace != nullptr) workspace->in_turn = m.in_turn;
   tell(m, Moment::kLaunchEnded);
+  const std::string found = the_watcher->end_launch();
+  if (!found.empty()) throw std::runtime_error(std::string(launch.name) + ": " + found);
   if (launch.chained && m.waits != blocks * launch.threads) {
     throw std::runtime_error(std::string(launch.name) + ": " + std::to_string(m.waits) + " of " +
                              std::to_string(blocks * launch.threads) +
@@ -562,6 +595,7 @@ void note_wait() {
   if (!fibre.waited) ++m.waits;
   fibre.waited = true;
   m.block->waited = true;
+  the_watcher->wait_for_launch_before();
   show_workspace(&m);
 }
 
@@ -589,6 +623,14 @@ void unload() {
 void set_observer(Observer observer) {
   const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
   the_machine.observer = observer;
+}
+
+void set_watcher(Watcher* watcher) { the_watcher = watcher; }
+
+StackRange stack_of_thread() {
+  const Block& block = *the_machine.block;
+  const Stack& stack = block.fibres[static_cast<size_t>(block.current)]->stack;
+  return {reinterpret_cast<uintptr_t>(stack.bottom()), kStackBytes};
 }
 
 void set_multiprocessors(int64_t count) { the_machine.multiprocessors = count; }

@@ -5,11 +5,14 @@
 // missing barrier gives a wrong result under some seed, and a barrier that not all threads reach is
 // an error that says where they wait. Blocks begin in a random order, and a few are under way at a
 // time: each goes on until it naps or, now and then, until it comes to a memory fence or past an
-// atomic operation. So blocks that work for each other meet halfway in many ways. What cannot be
-// seen: a missing memory fence, since all threads share one processor's view of memory.
+// atomic operation. So blocks that work for each other meet halfway in many ways. A missing memory
+// fence gives no wrong result, since all threads share one processor's view of memory: watch.cpp
+// finds those, and missing barriers under any seed.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace specdec {
 namespace fibres {
@@ -43,6 +46,14 @@ void meet_other_blocks(const void* address);
 
 // Lets other blocks go on; an error if that has been in vain too often.
 void wait_for_other_blocks();
+
+// An atomic operation on so many bytes, and where in the code.
+void note_atomic(const void* address, int64_t bytes, const void* place);
+
+// The same on a counter in global memory. If it releases, whoever acquires from that counter later
+// sees what the thread has written or seen written.
+void note_counter(const void* counter, int64_t bytes, bool releases, bool acquires,
+                  const void* place);
 
 // Ends the launch with an error.
 [[noreturn]] void fail(const char* what);
@@ -111,6 +122,42 @@ using Observer = void (*)(const Launch* launch, Moment moment, int64_t block, in
 // that a block which naps lets the next one begin: so what memory holds when a block begins is what
 // a launch of that block alone would see.
 void set_observer(Observer observer);
+
+// ---- watching memory ----------------------------------------------------------------------------
+
+// Is told what orders the threads' accesses to memory; this one takes no notice. Blocks that are
+// under way have a slot each, from 0 on; the thread is that of threadIdx.
+class Watcher {
+ public:
+  // `in_turn`: the launch before let this one begin only once its own threads had waited.
+  virtual void begin_launch(const Launch& /*launch*/, bool /*in_turn*/, const void* /*shared*/,
+                            size_t /*shared_bytes*/) {}
+  // What is wrong with it, if anything is.
+  virtual std::string end_launch() { return {}; }
+  virtual void begin_block(size_t /*slot*/, int64_t /*index*/) {}
+  // Threads of that block run from here on; no thread of any.
+  virtual void enter(size_t /*slot*/) {}
+  virtual void leave() {}
+  // These threads of the block that runs, first + i for each bit i of a mask, or all, have met
+  // where memory is ordered.
+  virtual void order(int /*first*/, uint32_t /*mask*/) {}
+  virtual void order_all() {}
+  virtual void wait_for_launch_before() {}
+  // note_atomic and note_counter.
+  virtual void use_atomically(const void* /*address*/, int64_t /*bytes*/, const void* /*place*/) {}
+  virtual void use_counter(const void* /*counter*/, int64_t /*bytes*/, bool /*releases*/,
+                           bool /*acquires*/, const void* /*place*/) {}
+};
+
+// From here on.
+void set_watcher(Watcher* watcher);
+
+// The lowest address of the stack of the thread that runs, and its bytes.
+struct StackRange {
+  uintptr_t begin;
+  size_t bytes;
+};
+StackRange stack_of_thread();
 
 // What kernels are told about the device: few multiprocessors, so that blocks take more than one
 // tile, unless somebody says otherwise.

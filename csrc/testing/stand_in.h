@@ -252,25 +252,32 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
 
 // ---- atomics: all threads share one processor ---------------------------------------------------
 
-#define SPECDEC_ATOMIC(name, T, expression)      \
-  inline T name(T* address, T value) {           \
-    const T old = *address;                      \
-    *address = static_cast<T>(expression);       \
-    specdec::fibres::meet_other_blocks(address); \
-    return old;                                  \
+// What only stands for an access, or is told otherwise, is none for csrc/testing/watch.cpp.
+#define SPECDEC_UNWATCHED __attribute__((no_sanitize("thread")))
+
+#define SPECDEC_PLACE __builtin_return_address(0)
+
+#define SPECDEC_ATOMIC(name, T, expression)                                \
+  SPECDEC_UNWATCHED inline T name(T* address, T value) {                   \
+    specdec::fibres::note_atomic(address, sizeof *address, SPECDEC_PLACE); \
+    const T old = *address;                                                \
+    *address = static_cast<T>(expression);                                 \
+    specdec::fibres::meet_other_blocks(address);                           \
+    return old;                                                            \
   }
-#define SPECDEC_ATOMICS(T)                                \
-  SPECDEC_ATOMIC(atomicAdd, T, old + value)               \
-  SPECDEC_ATOMIC(atomicMax, T, old < value ? value : old) \
-  SPECDEC_ATOMIC(atomicMin, T, value < old ? value : old) \
-  SPECDEC_ATOMIC(atomicExch, T, value)                    \
-  SPECDEC_ATOMIC(atomicOr, T, old | value)                \
-  SPECDEC_ATOMIC(atomicAnd, T, old& value)                \
-  inline T atomicCAS(T* address, T expected, T value) {   \
-    const T old = *address;                               \
-    if (old == expected) *address = value;                \
-    specdec::fibres::meet_other_blocks(address);          \
-    return old;                                           \
+#define SPECDEC_ATOMICS(T)                                                 \
+  SPECDEC_ATOMIC(atomicAdd, T, old + value)                                \
+  SPECDEC_ATOMIC(atomicMax, T, old < value ? value : old)                  \
+  SPECDEC_ATOMIC(atomicMin, T, value < old ? value : old)                  \
+  SPECDEC_ATOMIC(atomicExch, T, value)                                     \
+  SPECDEC_ATOMIC(atomicOr, T, old | value)                                 \
+  SPECDEC_ATOMIC(atomicAnd, T, old& value)                                 \
+  SPECDEC_UNWATCHED inline T atomicCAS(T* address, T expected, T value) {  \
+    specdec::fibres::note_atomic(address, sizeof *address, SPECDEC_PLACE); \
+    const T old = *address;                                                \
+    if (old == expected) *address = value;                                 \
+    specdec::fibres::meet_other_blocks(address);                           \
+    return old;                                                            \
   }
 
 SPECDEC_ATOMICS(int)
@@ -281,6 +288,33 @@ SPECDEC_ATOMIC(atomicAdd, double, old + value)
 
 #undef SPECDEC_ATOMICS
 #undef SPECDEC_ATOMIC
+
+namespace specdec {
+namespace fibres {
+
+// An addition to a counter, or a look at it, that orders what other memory holds.
+template <typename T>
+SPECDEC_UNWATCHED T add_to_counter(T* counter, T value, bool acquires) {
+  note_counter(counter, sizeof *counter, true, acquires, SPECDEC_PLACE);
+  const T old = *counter;
+  *counter = old + value;
+  meet_other_blocks(counter);
+  return old;
+}
+
+template <typename T>
+SPECDEC_UNWATCHED T look_at_counter(const T* counter) {
+  note_counter(counter, sizeof *counter, false, true, SPECDEC_PLACE);
+  return *counter;
+}
+
+// It must be there.
+SPECDEC_UNWATCHED inline void touch(const char* address) {
+  (void)*static_cast<const volatile char*>(address);
+}
+
+}  // namespace fibres
+}  // namespace specdec
 
 inline void __threadfence() { specdec::fibres::meet_other_blocks(nullptr); }
 inline void __threadfence_block() {}

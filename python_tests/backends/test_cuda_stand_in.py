@@ -50,7 +50,7 @@ def numbers(*shape):
 def block(request):
     """The self-test library and its block size, under one order of blocks and threads."""
     threads, seed = request.param
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     assert library.test_threads() == threads
     library.test_seed(ctypes.c_uint64(seed))
     return library, threads
@@ -127,7 +127,7 @@ COLUMNS = [*range(1, 40), *(2**k + d for k in range(6, 31) for d in (-1, 0, 1)),
 
 @pytest.mark.parametrize("threads", fibres.THREADS)
 def test_places_by_multiplication_are_those_by_division(threads):
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     generator = torch.Generator().manual_seed(threads)
     for columns in COLUMNS:
         # Where a quotient that is off by a little shows: at multiples of the divisor, and beside.
@@ -196,7 +196,7 @@ def test_no_blocks_no_launch(block):
 @pytest.mark.parametrize("threads", fibres.THREADS)
 @pytest.mark.parametrize("kernel", ["reverse_without_barrier", "reverse_twice_with_one_barrier"])
 def test_a_missing_barrier_shows(threads, kernel):
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     given = numbers(threads)
     expected = given.flip(0) if kernel == "reverse_without_barrier" else given
     wrong = 0
@@ -210,7 +210,7 @@ def test_a_missing_barrier_shows(threads, kernel):
 
 @pytest.mark.parametrize("threads", fibres.THREADS)
 def test_shared_memory_is_not_kept_between_blocks(threads):
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     found = set()
     for seed in SEEDS:
         library.test_seed(ctypes.c_uint64(seed))
@@ -222,7 +222,7 @@ def test_shared_memory_is_not_kept_between_blocks(threads):
 
 @pytest.mark.parametrize("threads", fibres.THREADS)
 def test_blocks_come_in_between(threads):
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     for seed in SEEDS:
         library.test_seed(ctypes.c_uint64(seed))
         count = torch.zeros(1, dtype=torch.int64)
@@ -245,7 +245,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("threads", fibres.THREADS)
 def test_mistakes_are_errors_that_name_the_kernel(threads):
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     library.test_mistake_name.restype = ctypes.c_char_p
     said = ctypes.create_string_buffer(1000)
     for i, (kernel, pattern) in enumerate(MISTAKES.items()):
@@ -261,7 +261,7 @@ def test_mistakes_are_errors_that_name_the_kernel(threads):
 @pytest.mark.parametrize("threads", fibres.THREADS)
 @pytest.mark.parametrize("percent", [0, 50, 100])
 def test_all_threads_of_a_chained_launch_wait_for_the_one_before(threads, percent):
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     said = ctypes.create_string_buffer(1000)
     library.test_chain(percent, said, ctypes.c_int64(len(said)))
     waited, all_threads = 2 * threads * percent // 100, 2 * threads
@@ -272,7 +272,7 @@ def test_all_threads_of_a_chained_launch_wait_for_the_one_before(threads, percen
 @pytest.mark.parametrize("threads", fibres.THREADS)
 @pytest.mark.parametrize("waits_first", [False, True])
 def test_what_launches_leave_is_there_for_those_who_wait(threads, waits_first):
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     left, taken = ctypes.c_int(0), (ctypes.c_int * 2)()
     library.test_early(int(waits_first), ctypes.byref(left), taken)
     assert left.value == 5  # what is written too early is lost
@@ -285,7 +285,7 @@ def test_what_launches_leave_is_there_for_those_who_wait(threads, waits_first):
 def test_what_is_there_before_the_wait(threads, in_turn, of_second):
     # What the first of three launches has left, if the second one waited before it let the third
     # one begin; what the second one writes never is.
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     left, taken = (ctypes.c_int * 2)(), (ctypes.c_int * 2)()
     library.test_early_of_third(int(in_turn), int(of_second), left, taken)
     assert list(left) == [5, 7]  # what is written too early is lost
@@ -295,7 +295,7 @@ def test_what_is_there_before_the_wait(threads, in_turn, of_second):
 
 @pytest.mark.parametrize("threads", fibres.THREADS)
 def test_kernels_are_loaded_before_they_are_launched(threads):
-    library = fibres.library(f"_fibres_self_test_{threads}.so")
+    library = fibres.library(f"_fibres_self_test_{threads}")
     said = ctypes.create_string_buffer(1000)
     library.test_not_loaded(said, ctypes.c_int64(len(said)))
     assert said.value.decode() == "not_loaded is launched, but was not loaded"

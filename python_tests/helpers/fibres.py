@@ -1,12 +1,14 @@
 """The CUDA kernels on the host: builds and loads the libraries of csrc/testing.
 
-Run as a script, it only builds them.
+Run as a script, it only builds them. With SPECDEC_WATCHED=1 in the environment the operators'
+libraries are those that find data races and more (csrc/testing/watch.cpp).
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +21,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+
+WATCHED = os.environ.get("SPECDEC_WATCHED") == "1"
+TARGET, OPERATORS = ("watched", "_cuda_watched") if WATCHED else ("fibres", "_cuda_on_fibres")
 
 # Block sizes. A warp is a block at 32; at 128, warps go their own ways between barriers.
 THREADS = (32, 128)
@@ -34,7 +39,7 @@ def one_at_a_time(name: str) -> Iterator[None]:
 
 
 @cache
-def build(target: str = "fibres") -> None:
+def build(target: str) -> None:
     """Bring the libraries of a target up to date; nothing changed, next to nothing runs."""
     if not (BUILD / "CMakeCache.txt").exists():
         raise RuntimeError(f"{BUILD} is not configured: run `python setup.py build_ext --inplace`")
@@ -49,16 +54,17 @@ def build(target: str = "fibres") -> None:
         raise RuntimeError(f"the CUDA kernels did not build for the host:\n{done.stdout}")
 
 
-def target_of(threads: int) -> str:
-    """What to build for the operators in blocks of so many threads."""
-    return "fibres" if threads in THREADS else f"_cuda_on_fibres_{threads}"
-
-
 @cache
-def library(name: str) -> ctypes.CDLL:
+def library(name: str, target: str | None = None) -> ctypes.CDLL:
     """One of the libraries, for what it exports to ctypes; built when it is first asked for."""
-    build(target_of(int(name.removesuffix(".so").rpartition("_")[2])))
-    return ctypes.CDLL(str(BUILD / name))
+    build(target or name)
+    return ctypes.CDLL(str(BUILD / f"{name}.so"))
+
+
+def operators_library(threads: int) -> ctypes.CDLL:
+    """The one with the operators in blocks of so many threads."""
+    name = f"{OPERATORS}_{threads}"
+    return library(name, TARGET if threads in THREADS else name)
 
 
 _loaded: list[int] = []
@@ -70,8 +76,8 @@ def operators(threads: int) -> Any:
     """The operators for CPU tensors, run by the CUDA kernels in blocks of so many threads."""
     from specdec_ext._fake import FAKES  # which to build them does not take
 
-    build(target_of(threads))
-    torch.ops.load_library(BUILD / f"_cuda_on_fibres_{threads}.so")
+    operators_library(threads)  # builds it
+    torch.ops.load_library(BUILD / f"{OPERATORS}_{threads}.so")
     _loaded.append(threads)
     library: Any = torch.library  # its functions are not annotated
     namespace = f"specdec_fibres_{threads}"
@@ -89,12 +95,12 @@ def loaded() -> list[int]:
 
 def seed(threads: int, value: int) -> None:
     """Choose the order in which blocks, and the threads of a block, run from here on."""
-    library(f"_cuda_on_fibres_{threads}.so").fibres_seed(ctypes.c_uint64(value))
+    operators_library(threads).fibres_seed(ctypes.c_uint64(value))
 
 
 def lose_thread(threads: int, thread: int) -> None:
     """Let this thread of every block return at once in the next launch: a broken kernel."""
-    library(f"_cuda_on_fibres_{threads}.so").fibres_lose_thread(thread)
+    operators_library(threads).fibres_lose_thread(thread)
 
 
 class Asked(NamedTuple):
@@ -107,10 +113,7 @@ class Asked(NamedTuple):
 
 def asked_by(threads: int, call: Callable[[], Any]) -> Asked:
     """What an operator call launches and allocates."""
-    functions = [
-        getattr(library(f"_cuda_on_fibres_{threads}.so"), f"fibres_{what}")
-        for what in Asked._fields
-    ]
+    functions = [getattr(operators_library(threads), f"fibres_{what}") for what in Asked._fields]
     for function in functions:
         function.restype = ctypes.c_int64
     before = [function() for function in functions]
@@ -119,4 +122,4 @@ def asked_by(threads: int, call: Callable[[], Any]) -> Asked:
 
 
 if __name__ == "__main__":
-    build()
+    build(TARGET)

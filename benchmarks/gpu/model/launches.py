@@ -174,12 +174,11 @@ class StandIn:
 
     def __init__(self, gpu: Gpu | None) -> None:
         self.operators = fibres.operators(THREADS)
-        name = f"_cuda_on_fibres_{THREADS}.so"
-        self._library = fibres.library(name)
+        self._library = fibres.operators_library(THREADS)
         if gpu is not None:
             self._library.fibres_multiprocessors(ctypes.c_int64(gpu.multiprocessors))
         self._library.fibres_scratch.restype = ctypes.c_void_p
-        self._symbols, known = _symbols(fibres.BUILD / name)
+        self._symbols, known = _symbols(Path(self._library._name))
         here = ctypes.cast(self._library.fibres_launches, ctypes.c_void_p).value
         assert here is not None
         self._base = here - known

@@ -1,0 +1,65 @@
+"""What watches CUDA kernels on fibres, on kernels that are known to be right or wrong.
+
+The operators' kernels are watched by `make sanitize-cuda`, which runs their tests over libraries
+that do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import fibres
+import pytest
+import torch
+
+SEEDS = range(5)
+
+
+def cases(library):
+    """Index, name and what has to be said, of every case of csrc/testing/watch_test.cu."""
+    library.watch_case.restype = ctypes.c_char_p
+    said, i = ctypes.c_char_p(), 0
+    while (name := library.watch_case(i, ctypes.byref(said))) is not None:
+        yield i, name.decode(), (said.value or b"").decode()
+        i += 1
+
+
+def said_of(library, i):
+    numbers, counter = torch.zeros(256, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    said = ctypes.create_string_buffer(4000)
+    library.run_watch_case(
+        i,
+        ctypes.c_void_p(numbers.data_ptr()),
+        ctypes.c_int64(numbers.nbytes),
+        ctypes.c_void_p(counter.data_ptr()),
+        said,
+        ctypes.c_int64(len(said)),
+    )
+    return said.value.decode()
+
+
+@pytest.mark.parametrize("threads", fibres.THREADS)
+def test_what_is_wrong_is_found_and_nothing_else(threads):
+    # Whatever the order in which threads and blocks run.
+    library = fibres.library(f"_watch_test_{threads}")
+    known = list(cases(library))
+    assert 10 < sum(not expected for _, _, expected in known) < len(known) - 10
+    for seed in SEEDS:
+        library.watch_seed(ctypes.c_uint64(seed))
+        for i, name, expected in known:
+            said = said_of(library, i)
+            assert expected in said and bool(said) == bool(expected), f"{name}: {said}"
+
+
+@pytest.mark.parametrize("threads", fibres.THREADS)
+def test_errors_name_their_places(threads):
+    library = fibres.library(f"_watch_test_{threads}")
+    index = {name: i for i, name, _ in cases(library)}
+    access = r"(a read|a write) by thread \d+ of block \d at watch_test\.cu:\d+"
+    said = said_of(library, index["overwritten after nothing"])
+    assert re.fullmatch(rf"alone: nothing orders ({access} and {access}(; )?)+", said), said
+    said = said_of(library, index["read before the wait"])
+    assert re.search(r"block \d of the launch before at", said), said
+    said = said_of(library, index["a shift by too much"])
+    assert re.fullmatch(r"alone: a shift by too much at \S*watch_test\.cu:\d+", said), said
