@@ -185,7 +185,7 @@ class TreeWalk {
     return static_cast<int32_t>(threadIdx.x) - (kThreads - kBesideFirstWarp);
   }
 
-  // By whoever does not go down from the root. What that one writes is not read.
+  // By whoever does not go down from the root. Reads nothing that the one who does may write.
   __device__ void find_log_probabilities() {
     const Tree& tree = ledger_.tree;
     const int32_t place = place_beside_first_warp();

@@ -11,6 +11,7 @@
 #include "../torch/operators.h"
 #include "../torch/registration.h"
 #include "fibres.h"
+#include "for_ctypes.h"
 
 namespace specdec {
 namespace {
@@ -96,8 +97,6 @@ SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
 }
 
 // ---- for ctypes ---------------------------------------------------------------------------------
-
-#define SPECDEC_TEST extern "C" __attribute__((visibility("default")))
 
 SPECDEC_TEST void fibres_seed(uint64_t seed) { specdec::fibres::set_seed(seed); }
 SPECDEC_TEST void fibres_lose_thread(int thread) { specdec::fibres::lose_thread(thread); }

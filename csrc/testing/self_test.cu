@@ -1,9 +1,7 @@
 // Kernels with known results, and kernels with known mistakes: what the stand-in does with them is
 // tested by python_tests/backends/test_cuda_stand_in.py, through ctypes.
-#include <cstdio>
-#include <exception>
-
 #include "../cuda/tile.cuh"
+#include "for_ctypes.h"
 
 namespace specdec {
 namespace cuda {
@@ -245,17 +243,6 @@ __global__ void come_between(int* other, bool in_turn) {
   *other = 7;
 }
 
-// Calls run(); what it throws is the message.
-template <typename Run>
-void say_error(char* message, int64_t size, const Run& run) {
-  message[0] = '\0';
-  try {
-    run();
-  } catch (const std::exception& e) {
-    snprintf(message, static_cast<size_t>(size), "%s", e.what());
-  }
-}
-
 const Gpu kGpu{{8, false}, nullptr, nullptr, nullptr};
 
 }  // namespace
@@ -264,10 +251,9 @@ const Gpu kGpu{{8, false}, nullptr, nullptr, nullptr};
 
 // ---- for ctypes ---------------------------------------------------------------------------------
 
-#define SPECDEC_TEST extern "C" __attribute__((visibility("default")))
-
 using namespace specdec;
 using namespace specdec::cuda;
+using fibres::say_error;
 
 SPECDEC_TEST void test_seed(uint64_t seed) { fibres::set_seed(seed); }
 

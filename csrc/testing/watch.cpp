@@ -1,11 +1,15 @@
-// Finds data races of CUDA kernels: two accesses to the same byte, at least one of them a write,
-// not both atomic, that nothing orders in CUDA's memory model. And accesses that are not aligned to
-// their size, which a host may not mind. Part of those libraries whose kernels were compiled with
-// -fsanitize=thread, which calls the functions at the end of this file before every access; the
-// rest is ours, because to the compiler's own runtime all fibres are one thread.
+// Watches CUDA kernels on fibres: a launch in which something is wrong ends with an error. Part of
+// those libraries whose kernels were compiled with -fsanitize=thread,undefined: by that their code
+// calls the functions at the end of this file, before every access to memory and wherever something
+// undefined happens, as an access that is not aligned. The sanitizers' own runtimes are not linked:
+// to them all fibres would be one thread.
+//
+// Found are data races: two accesses to the same byte, at least one of them a write, not both
+// atomic, that nothing orders in CUDA's memory model.
 //
 // What orders: barriers of a block, __syncwarp (a shuffle or a vote does not), what is acquired
-// from a counter after it was released to it, the wait for the launch before. Every thread has a
+// from a counter after it was released to it, the wait for the launch before; __threadfence, which
+// no kernel uses, does not here. Every thread has a
 // clock, and knows of every other thread how much of what that did comes before what it does
 // itself: the vector clocks of Flanagan and Freund, FastTrack, 2009. So a race is found whatever
 // the order in which fibres run, as long as both accesses happen.
@@ -14,9 +18,11 @@
 // with one that has been forgotten since is missed.
 #include <dlfcn.h>
 #include <link.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -225,10 +231,11 @@ class Watch final : public Watcher {
 
   void enter(size_t slot) override {
     block_ = &blocks_[slot];
+    host_ = pthread_self();
     shared_history_ = &shared_histories_[slot];
   }
 
-  void leave() override { block_ = nullptr; }
+  void leave() override { host_ = pthread_t{}; }
 
   void order(int first, uint32_t mask) override {
     Thread* warp = &block_->threads[static_cast<size_t>(first)];
@@ -261,7 +268,7 @@ class Watch final : public Watcher {
 
   void use_counter(const void* counter, int64_t bytes, bool releases, bool acquires,
                    const void* place) override {
-    use_atomically(counter, bytes, place);
+    use(counter, static_cast<size_t>(bytes), releases, true, place);
     Thread& thread = self();
     Counter& used = counters_[counter];
     if (releases) {
@@ -290,15 +297,18 @@ class Watch final : public Watcher {
 
   // Something else that the code does, and where.
   void note_fault(const char* what, const std::string& place) {
-    if (block_ != nullptr) faults_.insert(std::string(what) + " at " + place);
+    if (runs_kernel()) faults_.insert(std::string(what) + " at " + place);
   }
 
  private:
   Thread& self() { return block_->threads[threadIdx.x]; }
 
+  // Not code of the host, be it another one's thread that prepares a launch meanwhile.
+  bool runs_kernel() const { return host_ == pthread_self(); }
+
   // Not in code of the host, nor of what is a thread's own or nobody's.
   bool is_watched(uintptr_t address) {
-    if (block_ == nullptr) return false;
+    if (!runs_kernel()) return false;
     const StackRange stack = stack_of_thread();
     return !Range{stack.begin, stack.begin + stack.bytes}.has(address) && !is_constant(address);
   }
@@ -422,7 +432,8 @@ class Watch final : public Watcher {
   History memory_;
   std::vector<History> shared_histories_;  // by slot
   std::vector<BlockState> blocks_;         // by slot
-  BlockState* block_ = nullptr;            // that runs
+  BlockState* block_ = nullptr;            // that runs, or was the last to
+  std::atomic<pthread_t> host_{};          // whose thread the block's threads run on; 0: none runs
   History* shared_history_ = nullptr;      // of that one
   std::unordered_map<const void*, Counter> counters_;
   std::map<std::pair<const void*, const void*>, std::pair<Access, Access>> races_;

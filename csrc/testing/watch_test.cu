@@ -1,9 +1,7 @@
 // Kernels that are right, and their like with something wrong: what watch.cpp says of them is
 // tested by python_tests/backends/test_cuda_watched.py, through ctypes.
-#include <cstdio>
-#include <exception>
-
 #include "../cuda/tile.cuh"
+#include "for_ctypes.h"
 
 namespace specdec {
 namespace cuda {
@@ -267,8 +265,6 @@ constexpr Case kCases[] = {
 
 // ---- for ctypes ---------------------------------------------------------------------------------
 
-#define SPECDEC_TEST extern "C" __attribute__((visibility("default")))
-
 using namespace specdec;
 using namespace specdec::cuda;
 
@@ -287,11 +283,6 @@ SPECDEC_TEST void run_watch_case(int i, int64_t* numbers, int64_t bytes, uint32_
                                  char* message, int64_t size) {
   const Gpu gpu{{8, true}, nullptr, nullptr, nullptr};
   fibres::set_workspace(numbers, bytes);
-  message[0] = '\0';
-  try {
-    kCases[i].run(gpu, numbers, counter);
-  } catch (const std::exception& e) {
-    snprintf(message, static_cast<size_t>(size), "%s", e.what());
-  }
+  fibres::say_error(message, size, [&] { kCases[i].run(gpu, numbers, counter); });
   fibres::set_workspace(nullptr, 0);
 }

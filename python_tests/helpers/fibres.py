@@ -55,6 +55,13 @@ def build(target: str) -> None:
 
 
 @cache
+def can_watch() -> bool:
+    """Whether the compiler can build what finds data races, as far as CMake has found out."""
+    found = BUILD / "CMakeCache.txt"
+    return not found.exists() or "can_watch:INTERNAL=1" in found.read_text()
+
+
+@cache
 def library(name: str, target: str | None = None) -> ctypes.CDLL:
     """One of the libraries, for what it exports to ctypes; built when it is first asked for."""
     build(target or name)

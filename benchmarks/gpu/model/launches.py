@@ -178,7 +178,7 @@ class StandIn:
         if gpu is not None:
             self._library.fibres_multiprocessors(ctypes.c_int64(gpu.multiprocessors))
         self._library.fibres_scratch.restype = ctypes.c_void_p
-        self._symbols, known = _symbols(Path(self._library._name))
+        self._symbols, known = _symbols(fibres.BUILD / f"{fibres.OPERATORS}_{THREADS}.so")
         here = ctypes.cast(self._library.fibres_launches, ctypes.c_void_p).value
         assert here is not None
         self._base = here - known
