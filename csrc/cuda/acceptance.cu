@@ -130,7 +130,7 @@ void acceptance(const AcceptanceParams& given, const Gpu& gpu) {
          splits);
 }
 
-void load_acceptance(const Loading& load) {
+void load_acceptance(Loading& load) {
   load(sum_overlaps);
   load_laws<Rows>(load);
   load_map(load);

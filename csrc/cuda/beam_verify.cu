@@ -290,7 +290,7 @@ __device__ __forceinline__ void decide_level(const BeamVerifyParams& p, const Se
     best_of(s.ends + b * p.width * p.num_eos, p.width * p.num_eos, memory->ends);
   }
   const float missing = best_missing(beams, p.width);
-  __syncthreads();
+  __syncthreads();  // all have read the beams, and what is best has been found
   const Key worst = lawless ? 0 : memory->live[p.width - 1];
   const bool decided =
       !lawless && (missing == -INFINITY || (worst != 0 && offer_of(worst).score > missing));
@@ -298,7 +298,6 @@ __device__ __forceinline__ void decide_level(const BeamVerifyParams& p, const Se
     write_level(p, s, b, level, memory);
     return;
   }
-  __syncthreads();  // all have read the beams
   for (int64_t i = threadIdx.x; i < p.width; i += kThreads) beams[i] = Beam{-INFINITY, kMissing};
   if (lawless && threadIdx.x == 0) p.status[b] |= kNoTargetLaw;
 }
@@ -341,9 +340,7 @@ void beam_verify(const BeamVerifyParams& p, const Gpu& gpu) {
   }
 }
 
-void load_beam_verify(const Loading& load) {
-  load(begin_search, scan_rows<Rows, false>, search_level);
-}
+void load_beam_verify(Loading& load) { load(begin_search, scan_rows<Rows, false>, search_level); }
 
 }  // namespace cuda
 }  // namespace specdec

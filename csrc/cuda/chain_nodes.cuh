@@ -340,16 +340,19 @@ __device__ __forceinline__ void flip_coins(const VerifyParams& p, Request* r, in
 }
 
 // Once the leaf is known: where the inflow has run dry nothing is accepted, and what nodes after
-// the winner have reported is taken back. Collective over the block.
+// the winner have reported is taken back; the extra token's report may be written after that.
+// Collective over the block.
 __device__ __forceinline__ void end_flow(const VerifyParams& p, const Request& r,
                                          const Descent& d) {
-  if (d.leaf >= kNodesAtOnce) __syncthreads();  // only then there are such reports
+  const bool takes_back = d.leaf >= kNodesAtOnce;  // else there are no such reports
+  if (takes_back) __syncthreads();
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < r.drafted; i += kThreads) {
-    const bool taken_back = i >= d.accepted && i < d.leaf;
-    if (taken_back && d.leaf >= kNodesAtOnce) p.logprobs[r.b * (p.gamma + 1) + i] = NAN;
+    const bool was_reported = i >= d.accepted && i < d.leaf;
+    if (takes_back && was_reported) p.logprobs[r.b * (p.gamma + 1) + i] = NAN;
     if (i >= d.leaf && d.inflow == 0.0) p.accept_probs[r.b * p.gamma + i] = 0.0f;
   }
+  if (takes_back) __syncthreads();
 }
 
 }  // namespace

@@ -8,11 +8,13 @@ namespace specdec {
 namespace cuda {
 namespace {
 
-void load_kernels() {
-  const Loading load;
+// Gives the architecture that they were compiled for.
+int load_kernels() {
+  Loading load;
 #define SPECDEC_LOAD(name, Name) load_##name(load);
   SPECDEC_KERNELS(SPECDEC_LOAD)
 #undef SPECDEC_LOAD
+  return load.compiled_for();
 }
 
 #ifdef SPECDEC_ON_FIBRES
@@ -66,8 +68,10 @@ Chip chip_of(int32_t device) {
   const auto found = known.find(device);
   if (found != known.end()) return found->second;
   [[maybe_unused]] const LoadingInCapture loading;
-  const Chip chip = properties_of(device);
-  load_kernels();
+  Chip chip = properties_of(device);
+  const int compiled_for = load_kernels();
+  // Code for what is older does not wait for the launch before, whatever the device could do.
+  chip.chains = chip.chains && compiled_for >= 90;
   return known[device] = chip;
 }
 

@@ -112,7 +112,7 @@ void compact_kv(const CompactKvParams& p, const Gpu& gpu) {
   }
 }
 
-void load_compact_kv(const Loading& load) {
+void load_compact_kv(Loading& load) {
   load(check_paths, compact<uint8_t>, compact<uint16_t>, compact<uint32_t>, compact<uint2>,
        compact<uint4>);
 }

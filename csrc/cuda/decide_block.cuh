@@ -129,7 +129,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   if (sums == 0 ? unit.split > 0 : !is_last_block(s.counters + r.b, splits)) return;
   clear_outputs(p, r.b, threadIdx.x, kThreads);
   const bool again = d.leaf >= kNodesAtOnce;  // the first nodes are forgotten
-  if (again) d = Descent{};
+  if (again) {
+    __syncthreads();  // nodes are overwritten
+    d = Descent{};
+  }
   sums = 0;
   for (int64_t base = 0;; base = d.leaf) {
     if (again) inflow = come_to(p, s, r, base, &nodes, &d);

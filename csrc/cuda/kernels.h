@@ -31,15 +31,15 @@ struct Gpu {
 class Loading;
 #define SPECDEC_DECLARE(name, Name)           \
   void name(const Name##Params&, const Gpu&); \
-  void load_##name(const Loading&);
+  void load_##name(Loading&);
 SPECDEC_KERNELS(SPECDEC_DECLARE)
 #undef SPECDEC_DECLARE
 
 // The same where the draft's laws are lists of tokens; what verify and verify_tree call then.
 void verify_lists(const VerifyParams&, const Gpu&);
-void load_verify_lists(const Loading&);
+void load_verify_lists(Loading&);
 void verify_tree_lists(const VerifyTreeParams&, const Gpu&);
-void load_verify_tree_lists(const Loading&);
+void load_verify_tree_lists(Loading&);
 
 }  // namespace cuda
 }  // namespace specdec

@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 #endif
 
+#include <climits>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -81,25 +82,32 @@ void launch(const Gpu& gpu, const char* name, void (*kernel)(Params...), int64_t
 // Loads kernels onto the current device.
 class Loading {
  public:
+  // The architecture, as 90, whose code they consist of, or were made from: the lowest.
+  int compiled_for() const { return compiled_for_; }
+
   template <typename... Params>
-  void operator()(void (*kernel)(Params...)) const {
+  void operator()(void (*kernel)(Params...)) {
     const void* address = reinterpret_cast<const void*>(kernel);
 #ifdef SPECDEC_ON_FIBRES
     fibres::load(address);
 #else
-    cudaFuncAttributes unused;
-    throw_unless_done("loading the kernels", cudaFuncGetAttributes(&unused, address));
+    cudaFuncAttributes found;
+    throw_unless_done("loading the kernels", cudaFuncGetAttributes(&found, address));
+    if (found.ptxVersion < compiled_for_) compiled_for_ = found.ptxVersion;
 #endif
   }
   template <typename Kernels>
-  auto operator()(const Kernels& kernels) const -> decltype(kernels.begin(), void()) {
+  auto operator()(const Kernels& kernels) -> decltype(kernels.begin(), void()) {
     for (auto* kernel : kernels) (*this)(kernel);
   }
   template <typename First, typename Second, typename... Others>
-  void operator()(const First& first, const Second& second, const Others&... others) const {
+  void operator()(const First& first, const Second& second, const Others&... others) {
     (*this)(first);
     (*this)(second, others...);
   }
+
+ private:
+  int compiled_for_ = INT_MAX;
 };
 
 // ---- in a chain of launches ---
@@ -134,6 +142,14 @@ __device__ __forceinline__ void begin_kernel() {
 __device__ __forceinline__ void begin_in_turn() {
   wait_for_launch_before();
   let_next_launch_begin();
+}
+
+// For whoever reads what such launches have left, and whoever meets that one at a barrier, before
+// they wait: what their multiprocessor has cached of that memory may be older.
+__device__ __forceinline__ void see_finished_launches() {
+#ifndef SPECDEC_ON_FIBRES
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
 }
 
 // Adds to a counter of the launch's blocks; gives its old value. What this thread has written or

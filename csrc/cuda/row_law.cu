@@ -51,7 +51,7 @@ void row_law(const RowLawParams& p, const Gpu& gpu) {
   launch(gpu, "write_laws", kernel, p.rows, Rows{p}, s);
 }
 
-void load_row_law(const Loading& load) {
+void load_row_law(Loading& load) {
   load(write_laws<false>, write_laws<true>);
   load_scan<Rows>(load);
 }

@@ -167,12 +167,12 @@ void launch_laws(const Gpu& gpu, const Rows& rows, const LawScratch& s) {
 }
 
 template <typename Rows>
-void load_scan(const Loading& load) {
+void load_scan(Loading& load) {
   load(scan_rows<Rows, false>, scan_rows<Rows, true>);
 }
 
 template <typename Rows>
-void load_laws(const Loading& load) {
+void load_laws(Loading& load) {
   load_scan<Rows>(load);
   load(finish_rows<false>, finish_rows<true>);
 }

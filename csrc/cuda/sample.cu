@@ -158,7 +158,7 @@ void sample(const SampleParams& given, const Gpu& gpu) {
   }
 }
 
-void load_sample(const Loading& load) {
+void load_sample(Loading& load) {
   load(kDraw, race_tokens);
   load_laws<Rows>(load);
   load_map(load);

@@ -106,6 +106,8 @@ inline int64_t splits_for(const Gpu& gpu, int64_t units, int64_t tiles,
   int64_t best = 1, least = INT64_MAX;
   for (int64_t splits = 1; splits <= tiles && splits <= kMostSplits; ++splits) {
     const int64_t blocks = units * splits;
+    // Each block for itself, and no multiprocessor ever idle: so long it takes at least.
+    if ((units * tiles + kBeside * blocks) / chip >= least) break;
     const int64_t waves = kTogether * ((blocks + resident - 1) / resident);
     const int64_t load = (blocks + chip - 1) / chip;
     const int64_t each = (tiles + splits - 1) / splits + kBeside;

@@ -71,7 +71,7 @@ void launch_map(const Gpu& gpu, const Workspace& workspace, const MapReservation
   map->broken = arrays.broken;
 }
 
-void load_map(const Loading& load) { load(clear_map, fill_map); }
+void load_map(Loading& load) { load(clear_map, fill_map); }
 
 }  // namespace
 }  // namespace cuda

@@ -46,7 +46,7 @@ void tree_mask(const TreeMaskParams& p, const Gpu& gpu) {
   launch(gpu, "write_tree", write_tree, p.batch, p);
 }
 
-void load_tree_mask(const Loading& load) { load(write_tree); }
+void load_tree_mask(Loading& load) { load(write_tree); }
 
 }  // namespace cuda
 }  // namespace specdec

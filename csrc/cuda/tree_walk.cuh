@@ -22,6 +22,7 @@ using namespace SPECDEC_CPU_ISA;
 // What a block knows of its request, in shared memory.
 struct TreeLedger {
   Request request;
+  int32_t status;  // that nodes have added to the request's
   Tree tree;
   int32_t sums;                // of this round
   int16_t nodes[kSumsAtOnce];  // whose sums they are
@@ -54,6 +55,7 @@ class TreeWalk {
   template <typename Act>
   __device__ __forceinline__ void begin(const Act& act) {
     if (!is_small(p_)) wait_for_launch_before();  // its own copy is in scratch memory
+    if (threadIdx.x == 0) see_finished_launches();
     copy_tree();
     read_tokens_entries();
     wait_for_launch_before();
@@ -141,6 +143,7 @@ class TreeWalk {
       tree.valid = from.valid;
       tree.count = from.count;
       ledger_.tree = tree;
+      ledger_.status = 0;
     }
     __syncthreads();
   }
@@ -217,7 +220,7 @@ class TreeWalk {
     } else {
       descend(&r, tree, v);
     }
-    if (r.status != 0) atomicOr(&ledger_.request.status, r.status);
+    if (r.status != 0) atomicOr(&ledger_.status, r.status);
   }
 
   // Goes down until the request waits, or ends and has its winner: a stepwise rule.
@@ -285,6 +288,7 @@ class TreeWalk {
     __syncthreads();
     if (threadIdx.x == kThreads / 2) r.accepted = write_path(p_, tree);
     if (threadIdx.x == 0) {
+      r.status |= ledger_.status;
       const int64_t winner = find_winner(tree);
       finish_tree(tree, visits[winner], nodes_.target(winner), nodes_.draft(winner), &r);
       s_.ends[nodes_.b] = static_cast<int32_t>(winner);

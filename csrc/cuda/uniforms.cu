@@ -29,7 +29,7 @@ void uniforms(const UniformsParams& p, const Gpu& gpu) {
   launch(gpu, "write_uniforms", write_uniforms, blocks, p);
 }
 
-void load_uniforms(const Loading& load) { load(write_uniforms); }
+void load_uniforms(Loading& load) { load(write_uniforms); }
 
 }  // namespace cuda
 }  // namespace specdec

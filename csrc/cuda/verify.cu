@@ -325,7 +325,7 @@ void run(const VerifyParams& given, const Gpu& gpu) {
   if (p.raw_logprobs) launch_raw_logprobs(gpu, p, s);
 }
 
-void load_all(const Loading& load) {
+void load_all(Loading& load) {
   load(kScan, kScanMasked, finish_laws<false>, finish_laws<true>, decide_alone<Reads::kLaws>,
        kDecideBlock, kDraw, scan_raw<false>, scan_raw<true>, write_raw_logprobs);
 }
@@ -336,7 +336,7 @@ void load_all(const Loading& load) {
 
 void verify_lists(const VerifyParams& p, const Gpu& gpu) { run(p, gpu); }
 
-void load_verify_lists(const Loading& load) {
+void load_verify_lists(Loading& load) {
   load_all(load);
   load(sort_lists, scan_lists);
 }
@@ -349,7 +349,7 @@ void verify(const VerifyParams& p, const Gpu& gpu) {
   run(p, gpu);
 }
 
-void load_verify(const Loading& load) {
+void load_verify(Loading& load) {
   load_all(load);
   load(race_rows, decide_alone<Reads::kTokens>, decide_alone<Reads::kTarget>);
   load_map(load);

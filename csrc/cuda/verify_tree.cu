@@ -276,7 +276,7 @@ void run(const VerifyTreeParams& given, const Gpu& gpu) {
   if (p.raw_logprobs) launch_raw_logprobs(gpu, p, s);
 }
 
-void load_all(const Loading& load) {
+void load_all(Loading& load) {
   load(open_trees, race_nodes, kVisit, kDraw, write_raw_logprobs);
   load_laws<TreeRows>(load);
   load_scan<RawRows>(load);
@@ -288,7 +288,7 @@ void load_all(const Loading& load) {
 
 void verify_tree_lists(const VerifyTreeParams& p, const Gpu& gpu) { run(p, gpu); }
 
-void load_verify_tree_lists(const Loading& load) {
+void load_verify_tree_lists(Loading& load) {
   load_all(load);
   load(sort_lists, scan_lists);
 }
@@ -301,7 +301,7 @@ void verify_tree(const VerifyTreeParams& p, const Gpu& gpu) {
   run(p, gpu);
 }
 
-void load_verify_tree(const Loading& load) {
+void load_verify_tree(Loading& load) {
   load_all(load);
   load_map(load);
   load_verify_tree_lists(load);

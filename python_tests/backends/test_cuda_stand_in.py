@@ -23,7 +23,6 @@ from specdec_ext.contract import CHAIN_RULES as RULES
 from specdec_ext.contract import (
     TREE_RULES,
     BeamVerifyResult,
-    VerifyResult,
     VerifyTreeResult,
     rule_names,
 )
@@ -671,69 +670,6 @@ def test_tiles_in_token_order(threads, tail, dtype):
         got = operators.acceptance(target[:, 0], draft[:, 0], draft_token_ids=ids, **first)
         expected = operators.acceptance(target[:, 0], straight[:, 0], **first)
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
-
-
-def assert_near(got, expected, atol=1e-6):
-    """Compare outcomes: the same tokens, probabilities up to rounding."""
-    for name in ("tokens", "num_accepted", "status"):
-        assert torch.equal(getattr(got, name), getattr(expected, name))
-    for name in ("logprobs", "accept_probs"):
-        a, b = getattr(got, name), getattr(expected, name)
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=atol, equal_nan=True)
-
-
-@threads_of_a_block
-@pytest.mark.parametrize("rule", ["block", "token", "lenient"])
-@pytest.mark.parametrize("gamma", [31, 32, 70])
-def test_deterministic_drafts_longer_than_a_look(threads, rule, gamma):
-    # 32 nodes are looked at together: drafts end before and behind a border, or are accepted whole.
-    options = dict(draft="none", filters=False, masks=False, ragged=False, greedy_rows=False)
-    case = make_case(
-        5, batch=6, gamma=gamma, vocab=1100, rule=rule, full_accept_probs=True, **options
-    )
-    target = case.inputs["target_logits"].mul_(0.1)
-    tokens = target[:, :gamma].argmax(2)
-    target[:, :gamma].scatter_(2, tokens[..., None], 12.0)  # p is about 0.99
-    case.inputs["uniforms"][:, :gamma] = 1e-4
-    ends = [gamma, gamma - 1, 0, 30, 15, gamma // 2]
-    for b, end in enumerate(ends[1:], 1):
-        target[b, end, tokens[b, end]] = -60.0
-    case = case.replace(draft_tokens=tokens, temperature=torch.ones(6))
-    expected = case.run(torch.ops.specdec.verify)
-    assert expected.num_accepted.tolist() == ends
-    assert_near(VerifyResult(*fibres.operators(threads).verify(**case.inputs)), expected)
-
-
-@threads_of_a_block
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gamma", [31, 32, 70])
-def test_sampled_drafts_longer_than_a_look(threads, dtype, gamma):
-    # The draft's laws are near the target's, so that masses are asked for all along the chain; and
-    # some tokens that the target hardly has, or a draft's law that is missing, end it.
-    options = dict(draft="logits", filters=False, masks=False, ragged=False, greedy_rows=False)
-    case = make_case(7, batch=8, gamma=gamma, vocab=1100, rule="block", **options)
-    generator = torch.Generator().manual_seed(gamma)
-    draft = case.inputs["draft_logits"].mul_(0.5)
-    noise = torch.randn(draft.shape, generator=generator)
-    target = case.inputs["target_logits"]
-    target[:, :gamma] = draft + 0.1 * noise
-    target[:, gamma] = noise[:, 0]
-    tokens = draft.argmax(2)
-    for b, end in enumerate([gamma - 1, 0, 30, 15, gamma // 2]):
-        target[b, end, tokens[b, end]] = -60.0
-    draft[5, gamma // 2] = math.nan
-    target[6, gamma - 1] = math.nan
-    given = dict(target_logits=target.to(dtype), draft_logits=draft.to(dtype), draft_tokens=tokens)
-    case = case.replace(temperature=None, draft_temperature=None, draft_kinds=None, **given)
-    expected = case.run(torch.ops.specdec.verify)
-    asked = (expected.accept_probs > 0) & (expected.accept_probs < 1)
-    assert asked.sum() > gamma and asked[:, 2 * gamma // 3 :].sum() > 4
-    assert expected.status.tolist()[:6] == [0] * 5 + [4]
-    for _ in range(6):
-        uniforms = torch.rand(8, gamma + 1, generator=generator, dtype=torch.float64)
-        case = case.replace(uniforms=uniforms)
-        result = VerifyResult(*fibres.operators(threads).verify(**case.inputs))
-        assert_near(result, case.run(torch.ops.specdec.verify), atol=1e-4)
 
 
 @threads_of_a_block
