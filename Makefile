@@ -1,5 +1,6 @@
-# make demo | demo-chat | test | test-all | bench | lint | sanitize | cuda-gate | test-floor | triton-floor | torch-floor |
-# wheels | test-wheels | test-hub | test-vllm | bench-vllm | clean: each sets up all that it needs.
+# make demo | demo-chat | test | test-all | bench | lint | sanitize | sanitize-cuda | cuda-gate | test-floor |
+# triton-floor | torch-floor | wheels | test-wheels | test-hub | test-vllm | bench-vllm | clean: each sets up all that
+# it needs.
 #
 # Environment: the active one if it has torch >= 2.11, else .venv with the torch pinned here. With
 # CI=true always a fresh .venv, so that nothing installed by hand hides a missing step.
@@ -33,8 +34,8 @@ $(READY): .venv/pyvenv.cfg
 endif
 NATIVE := $(READY)-native
 
-.PHONY: demo demo-chat test test-all bench lint sanitize cuda-gate test-floor triton-floor torch-floor \
-  wheels test-wheels test-hub environments test-vllm bench-vllm clean FORCE
+.PHONY: demo demo-chat test test-all bench lint sanitize sanitize-cuda cuda-gate test-floor triton-floor \
+  torch-floor wheels test-wheels test-hub environments test-vllm bench-vllm clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(NATIVE)
@@ -98,6 +99,14 @@ lint: $(READY)
 # The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of their own.
 sanitize: $(READY)
 	$(PY) setup.py --quiet sanitize
+
+# The CUDA kernels on the host, watched for data races, misaligned addresses and undefined behaviour:
+# csrc/testing/watch.cpp, by GCC 11 or later.
+sanitize-cuda: export SPECDEC_WATCHED := 1
+sanitize-cuda: $(NATIVE)
+	$(PY) python_tests/helpers/fibres.py
+	$(PYTEST) --representative -k "fibres or stand_in" \
+	  $(patsubst %,python_tests/%,backends operators laws)
 
 cuda-gate: $(READY)
 	$(PY) setup.py --quiet cuda_gate

@@ -144,6 +144,7 @@ struct Machine {
   void (*thread)(const void*) = nullptr;
   const void* context = nullptr;
   int lost = -1;
+  std::string left_out;
   std::string error;
   uint64_t random = 1;
   int64_t launches = 0;
@@ -230,6 +231,12 @@ void check_same_place(const Fibre& a, const Fibre& b) {
                            " and " + describe(b.site));
 }
 
+bool is_left_out(const Machine& m, const Site& site) {
+  if (m.left_out.empty()) return false;
+  const std::string path = site.file;
+  return m.left_out == path.substr(path.rfind('/') + 1) + ":" + std::to_string(site.line);
+}
+
 void wait(Machine* m, State state, Site site, Combine combine, void* mine, uint32_t mask) {
   Fibre& fibre = *m->block->fibres[m->block->current];
   fibre.state = state;
@@ -264,7 +271,7 @@ void hold_block_meeting(Machine* m, Combine combine) {
     m->brought[i] = block->fibres[i]->mine;
   }
   exchange(m, combine, m->threads);
-  the_watcher->order_all();
+  if (!is_left_out(*m, last.site)) the_watcher->order_all();
   ++block->meetings;
   block->at_block = 0;
   for (int i = 0; i < m->threads; ++i) release(block, i);
@@ -283,7 +290,7 @@ void hold_warp_meeting(Machine* m, int first, uint32_t mask, Combine combine) {
   }
   exchange(m, combine, kWarpLanes);
   // A shuffle or a vote orders nothing in memory.
-  if (combine == nullptr) the_watcher->order(first, mask);
+  if (combine == nullptr && !is_left_out(*m, last.site)) the_watcher->order(first, mask);
   block->at_warp[first / kWarpLanes] &= ~mask;
   for (int lane = 0; lane < kWarpLanes; ++lane) {
     if ((mask >> lane & 1) != 0) release(block, first + lane);
@@ -574,6 +581,11 @@ void set_seed(uint64_t seed) {
 void lose_thread(int thread) {
   const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
   the_machine.lost = thread;
+}
+
+void leave_out(const std::string& place) {
+  const std::lock_guard<std::mutex> lock(the_machine.one_launch_at_a_time);
+  the_machine.left_out = place;
 }
 
 void load(const void* kernel) {

@@ -170,6 +170,10 @@ void set_seed(uint64_t seed);
 // In the next launch this thread of every block returns at once: others wait for it in vain.
 void lose_thread(int thread);
 
+// From here on threads that meet there, "draw.cuh:57", still meet, but for a watcher nothing is
+// ordered by it, as if the barrier were missing.
+void leave_out(const std::string& place);
+
 // Launches so far.
 int64_t num_launches();
 

@@ -100,6 +100,7 @@ SPECDEC_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) {
 
 SPECDEC_TEST void fibres_seed(uint64_t seed) { specdec::fibres::set_seed(seed); }
 SPECDEC_TEST void fibres_lose_thread(int thread) { specdec::fibres::lose_thread(thread); }
+SPECDEC_TEST void fibres_leave_out(const char* place) { specdec::fibres::leave_out(place); }
 SPECDEC_TEST void fibres_observe(specdec::fibres::Observer observer) {
   specdec::fibres::set_observer(observer);
 }

@@ -1,7 +1,8 @@
 """The CUDA kernels on the host: builds and loads the libraries of csrc/testing.
 
 Run as a script, it only builds them. With SPECDEC_WATCHED=1 in the environment the operators'
-libraries are those that find data races and more (csrc/testing/watch.cpp).
+libraries are those that find data races and more (csrc/testing/watch.cpp); with, say,
+SPECDEC_LEFT_OUT=draw.cuh:57 as well, as if the barrier there were missing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
 
 WATCHED = os.environ.get("SPECDEC_WATCHED") == "1"
 TARGET, OPERATORS = ("watched", "_cuda_watched") if WATCHED else ("fibres", "_cuda_on_fibres")
+
+LEFT_OUT = os.environ.get("SPECDEC_LEFT_OUT", "")
 
 # Block sizes. A warp is a block at 32; at 128, warps go their own ways between barriers.
 THREADS = (32, 128)
@@ -71,7 +74,9 @@ def library(name: str, target: str | None = None) -> ctypes.CDLL:
 def operators_library(threads: int) -> ctypes.CDLL:
     """The one with the operators in blocks of so many threads."""
     name = f"{OPERATORS}_{threads}"
-    return library(name, TARGET if threads in THREADS else name)
+    found = library(name, TARGET if threads in THREADS else name)
+    found.fibres_leave_out(LEFT_OUT.encode())
+    return found
 
 
 _loaded: list[int] = []
