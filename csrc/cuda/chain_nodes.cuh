@@ -340,12 +340,12 @@ __device__ __forceinline__ void flip_coins(const VerifyParams& p, Request* r, in
 }
 
 // Once the leaf is known: where the inflow has run dry nothing is accepted, and what nodes after
-// the winner have reported is taken back; the extra token's report may be written after that.
-// Collective over the block.
+// the winner have reported is taken back; the extra token's report may be written after that. The
+// block has met since nodes that were not the last ones to be looked at have reported. Collective
+// over the block.
 __device__ __forceinline__ void end_flow(const VerifyParams& p, const Request& r,
                                          const Descent& d) {
   const bool takes_back = d.leaf >= kNodesAtOnce;  // else there are no such reports
-  if (takes_back) __syncthreads();
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < r.drafted; i += kThreads) {
     const bool was_reported = i >= d.accepted && i < d.leaf;

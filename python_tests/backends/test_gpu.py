@@ -242,8 +242,9 @@ def test_repeatability_of_trees(target):
 
 
 @pytest.mark.parametrize("rule", TREE_RULES)
-def test_graph_replay_of_trees(target, rule):
-    cases = [make_tree_case(k, rule=rule, vocab=9001, philox=True) for k in range(4)]
+@pytest.mark.parametrize("size", [dict(vocab=9001), dict(batch=1, nodes=8, vocab=33)], ids=str)
+def test_graph_replay_of_trees(target, size, rule):
+    cases = [make_tree_case(k, rule=rule, philox=True, **size) for k in range(4)]
     checks.check_replay(target, cases, replays.record)
 
 

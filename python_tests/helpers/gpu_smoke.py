@@ -39,6 +39,9 @@ def cases() -> Iterator[VerifyCase]:
     features = dict(allowed_mask=True, draft_vocab=700, draft_token_ids=True)
     for seed, rule in enumerate(("block", "token", "coupled"), 12):
         yield make_case(seed, rule=rule, batch=3, gamma=2, vocab=4133, layout="padded", **features)
+    # Longer than what a block looks at in one round.
+    for draft in ("none", "logits"):
+        yield make_case(15, rule="block", batch=3, gamma=40, vocab=501, draft=draft)
     yield gpu_checks.hostile_case(11, "block", vocab=129)
 
 
@@ -51,6 +54,9 @@ def tree_cases() -> Iterator[TreeCase]:
         )
     yield make_tree_case(6, batch=2, nodes=8, vocab=4099, draft="probs", raw_logprobs=True)
     yield make_tree_case(7, batch=2, nodes=8, vocab=4133, packed=True, shared_rows=True)
+    # One after another in the same scratch memory, which a launch reads before it waits.
+    for seed in range(8, 16):
+        yield make_tree_case(seed, batch=1, nodes=8, vocab=33, philox=True)
 
 
 def main() -> int:
