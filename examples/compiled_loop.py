@@ -74,14 +74,14 @@ def complete(
         last = tokens.shape[1] - 1
         where = {"seeds": seeds, "positions": torch.tensor([last + 1])}
 
-        drafted, laws = [], []
+        drafted, rows = [], []
         # The token before the last one is fed again: after full acceptance the draft lacks it.
         # (A slice of a row, because tokens[:, -2:] has other strides in every round: new graphs.)
         feed, at = tokens[0, -2:][None], torch.arange(last - 1, last + 1)
         for i in range(gamma):
-            laws.append(draft(feed, at)[:, -1:])
+            rows.append(draft(feed, at)[:, -1:])
             drawn = specdec_ext.sample(
-                laws[i][:, 0], draft_index=i, temperature=temperature, **where
+                rows[i][:, 0], draft_index=i, temperature=temperature, **where
             )
             drafted.append(drawn.tokens[:, None])
             feed, at = drafted[i], torch.tensor([last + 1 + i])
@@ -91,7 +91,7 @@ def complete(
             torch.cat([tokens[:, -1:], proposed], 1), torch.arange(last, last + gamma + 1)
         )
         verified = specdec_ext.verify(
-            logits, proposed, torch.cat(laws, 1), temperature=temperature, **where
+            logits, proposed, torch.cat(rows, 1), temperature=temperature, **where
         )
         emitted = int(verified.num_accepted) + 1
         tokens = torch.cat([tokens, verified.tokens[:, :emitted]], 1)

@@ -24,17 +24,17 @@ def complete(target, draft, tokens, new_tokens, *, gamma=4, temperature=0.8, see
         # Where the round begins. It keys the randomness, and grows: no round reuses a coin.
         where = {"seeds": seeds, "positions": torch.tensor([tokens.shape[1]])}
 
-        text, laws = tokens, []
+        text, rows = tokens, []
         for i in range(gamma):  # propose
-            laws.append(draft(text).logits[:, -1:])
+            rows.append(draft(text).logits[:, -1:])
             drawn = specdec_ext.sample(
-                laws[i][:, 0], draft_index=i, temperature=temperature, **where
+                rows[i][:, 0], draft_index=i, temperature=temperature, **where
             )
             text = torch.cat([text, drawn.tokens[:, None]], 1)
 
-        logits = target(text).logits[:, -gamma - 1 :]  # one call for gamma + 1 laws
+        logits = target(text).logits[:, -gamma - 1 :]  # one call for gamma + 1 rows
         verified = specdec_ext.verify(
-            logits, text[:, -gamma:], torch.cat(laws, 1), temperature=temperature, **where
+            logits, text[:, -gamma:], torch.cat(rows, 1), temperature=temperature, **where
         )
 
         emitted = int(verified.num_accepted) + 1  # what was accepted, and one token more

@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
+Loading a model in parts needs the package accelerate (`pip install accelerate`).
+
 A target model of random weights is written to a folder and loaded by all ranks, a part of it on
 each. The plan of its class for tensor parallelism would gather the logits; one entry of it, changed
 here, keeps them where they are, and `verify_sharded` takes them. The draft is small: every rank
@@ -50,12 +52,12 @@ def complete(draft, tokens, verified):
     seeds = torch.tensor([7])
     for _ in range(ROUNDS):
         where = {"seeds": seeds, "positions": torch.tensor([tokens.shape[1]])}
-        text, laws = tokens, []
+        text, rows = tokens, []
         for i in range(GAMMA):
-            laws.append(draft(text).logits[:, -1:])
-            drawn = specdec_ext.sample(laws[i][:, 0], draft_index=i, temperature=0.8, **where)
+            rows.append(draft(text).logits[:, -1:])
+            drawn = specdec_ext.sample(rows[i][:, 0], draft_index=i, temperature=0.8, **where)
             text = torch.cat([text, drawn.tokens[:, None]], 1)
-        result = verified(text, torch.cat(laws, 1), dict(**where, temperature=0.8, top_p=0.9))
+        result = verified(text, torch.cat(rows, 1), dict(**where, temperature=0.8, top_p=0.9))
         tokens = torch.cat([tokens, result.tokens[:, : int(result.num_accepted) + 1]], 1)
     return tokens
 
@@ -70,13 +72,13 @@ def compare(path):
     dist.all_gather_object(widths, target.lm_head.weight.to_local().shape[0])
     start, end = sum(widths[:rank]), sum(widths[: rank + 1])
 
-    def by_all(text, laws, options):
+    def by_all(text, rows, options):
         logits = target(text).logits[:, -GAMMA - 1 :]  # [1, G+1, end - start]
-        return verify_sharded(logits, text[:, -GAMMA:], laws[..., start:end], **options)
+        return verify_sharded(logits, text[:, -GAMMA:], rows[..., start:end], **options)
 
-    def by_one(text, laws, options):
+    def by_one(text, rows, options):
         logits = whole(text).logits[:, -GAMMA - 1 :]
-        return specdec_ext.verify(logits, text[:, -GAMMA:], laws, **options)
+        return specdec_ext.verify(logits, text[:, -GAMMA:], rows, **options)
 
     prompt = torch.tensor([[1, 2, 3]])
     tokens, expected = complete(draft, prompt, by_all), complete(draft, prompt, by_one)

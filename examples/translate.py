@@ -29,6 +29,8 @@ def translate(target, draft, tokenizer, texts, **options):
 
 def main():
     """Translate: TARGET DRAFT TEXT..."""
+    if len(sys.argv) < 4:
+        sys.exit("usage: python examples/translate.py TARGET DRAFT TEXT [TEXT ...]")
     target_folder, draft_folder, *texts = sys.argv[1:]
     target, draft = (
         AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -43,8 +43,8 @@ def beam_verify(
     Parameters
     ----------
     target_logits : Tensor
-        ``[B, N, V]`` raw logits, float32, bfloat16 or float16, unit stride on V; row v is the law
-        after node v. Rows of places without a beam are not read.
+        ``[B, N, V]`` raw logits, float32, bfloat16 or float16, unit stride on V; row v has the
+        logits of the token after node v. Rows of places without a beam are not read.
     scores : Tensor
         ``[B, W]`` float32, nats, 1 <= W <= 64: the scores of the live beams, best first; -inf for
         no beam.

@@ -43,20 +43,18 @@ __all__ = [
 ]
 
 # -------------------------------------------------------------------------------------------------
-# Status bits
+# Status bits: docs/design.md, "Failure", says when each is set, and what is done then
 # -------------------------------------------------------------------------------------------------
 
-#: The target row that decided has NaN, +inf or nothing but -inf: token 0 was emitted there.
+#: The target's row that decides gives no probability distribution.
 STATUS_NO_TARGET_LAW = 1
-#: A draft token outside [0, max(V, Vd)) ([0, V) with draft_token_ids) other than -1, or an unknown
-#: kind: the draft ends there.
+#: A draft token is no token.
 STATUS_INVALID_DRAFT_TOKEN = 2
-#: A draft row without a law, or q(x) = 0 at a sampled token: the draft ends there.
+#: A draft token cannot have been drawn from the draft's row.
 STATUS_NO_DRAFT_LAW = 4
-#: A parameter, length or uniform out of range: replaced by T = 1, no filter, or clamped. Or
-#: draft_token_ids that are no map: no draft row has a law then.
+#: A number, or a map of a draft's vocabulary, is out of range.
 STATUS_PARAMETER_OUT_OF_RANGE = 8
-#: An invalid tree: nothing accepted, the token drawn from the root's law.
+#: Parents or kinds are those of no tree.
 STATUS_INVALID_TREE = 16
 
 # -------------------------------------------------------------------------------------------------

@@ -113,12 +113,12 @@ def generate_fn(
 ) -> Tensor | SpeculativeOutput:
     """Decode speculatively in ``model.generate(..., custom_generate=generate_fn)``.
 
-    The model stays as it is, and so does every argument of ``model.generate`` that is about the
-    law: ``do_sample``, temperature, filters, repetition penalty, bad words, stop strings, lengths,
-    end tokens, ``num_return_sequences``, ``num_beams`` (without ``do_sample``) with
-    ``length_penalty`` and ``early_stopping``. Temperature, top-k, top-p and min-p are left to the
-    verification kernel where nothing comes after them; all other processors run on the host after
-    every slot's own prefix. Output is distributed as that of ``model.generate`` without it.
+    The model stays as it is, and so does every argument of ``model.generate`` that is about what
+    tokens are drawn: ``do_sample``, temperature, filters, repetition penalty, bad words, stop
+    strings, lengths, end tokens, ``num_return_sequences``, ``num_beams`` (without ``do_sample``)
+    with ``length_penalty`` and ``early_stopping``. Temperature, top-k, top-p and min-p are left to
+    the verification kernel where nothing comes after them; all other processors run on the host
+    after every slot's own prefix. Output is distributed as that of ``model.generate`` without it.
 
     Parameters
     ----------

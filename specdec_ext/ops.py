@@ -1,15 +1,16 @@
 """The public operators: scalars and randomness on this side, checks and kernels in C++.
 
-Words (as in vLLM's rejection sampler). *target* is the model whose law is to be emitted, *draft*
-what proposed tokens. A request drafts tokens ``x_1 .. x_G``. *Accepted* tokens are draft tokens
-that are kept; then exactly one more token is emitted: the *residual* token (vLLM: recovered) after
-a rejection, the *bonus* token after full acceptance. Tokens emitted = accepted + 1.
+Words (as in vLLM's rejection sampler). A *law* is a probability distribution over the vocabulary.
+*target* is the model whose law is to be emitted, *draft* what proposed tokens, G of them for a
+request. *Accepted* tokens are draft tokens that are kept; then exactly one more token is emitted:
+the *residual* token (vLLM: recovered) after a rejection, the *bonus* token after full acceptance.
+Tokens emitted = accepted + 1. A *coin* is the uniform number that decides about one draft token.
 
 Shapes: B requests, G draft positions, V target vocabulary, Vd draft vocabulary, R rows.
 
 All functions take sampling parameters as Python numbers (expanded to every request), sequences or
-tensors (passed on untouched). A call made of tensors traces under
-``torch.compile(fullgraph=True)``. Outputs never require grad.
+tensors (passed on untouched). Calls trace under ``torch.compile(fullgraph=True)``, except with
+``generator=``. Outputs never require grad.
 
 Errors, all functions: TypeError for an argument that is neither a tensor nor the number it should
 be; ValueError for a wrong dtype, shape, combination of arguments or a number out of range.
@@ -89,7 +90,7 @@ def row_law(
     min_p: Floats = None,
     backend: str = "auto",
 ) -> RowLaw:
-    """Reduce every logits row and its filters to the five scalars of a probability law.
+    """Reduce every logits row and its filters to five scalars: its law, a probability distribution.
 
     p(x) = exp(scale * (logit_x - max) - log_z) where logit_x >= cutoff, else 0. Filters apply in
     the order top-k, top-p (on the renormalised top-k set), min-p, and ties at a threshold are all
@@ -181,7 +182,7 @@ def sample(
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> SampleResult:
-    """Draw one token per row from the row's law.
+    """Draw one token per row from the row's law, the probability distribution that it stands for.
 
     The token is distributed as softmax(logits / temperature) after top-k, top-p and min-p, to
     within 2^-40 of a weight: an inverse CDF in integers, weights floor(2^40 exp((logit - max) /
@@ -191,8 +192,8 @@ def sample(
     In domain 3 it is the winner of a race instead, as in the rule "coupled" of `verify`: the arg
     min of E(seed, position, token) / p(token) with independent exponential E, which has the same
     law. A draft and a target that race on the same noise give the same token with probability
-    sum_j 1 / sum_i max(p_i / p_j, q_i / q_j), at least (1 - TV) / (1 + TV), where two draws that
-    could speak with each other have 1 - TV.
+    sum_j 1 / sum_i max(p_i / p_j, q_i / q_j), at least (1 - TV) / (1 + TV) of their total variation
+    distance TV, where two draws that could speak with each other have 1 - TV.
 
     Parameters
     ----------
@@ -208,23 +209,25 @@ def sample(
         with a reduced vocabulary. The token returned is a target id.
     seeds, positions : Tensor, optional
         ``[B]`` int64 each, instead of uniforms: Philox4x32-10 with the seed as key and counter (0,
-        position, draft_index | domain << 16 | stream << 24). A position is the absolute position of
-        the first token that this round drafts; it must grow from round to round. In domain 3 the
-        noise of token x has counter (x >> 1, position + draft_index, 3 << 16 | stream << 24): words
-        0 and 1 where x is even, 2 and 3 where it is odd, all 64 bits.
+        position, draft_index | domain << 16 | stream << 24). Positions are those of `verify`. In
+        domain 3 the noise of token x has counter (x >> 1, position + draft_index, 3 << 16 | stream
+        << 24): words 0 and 1 where x is even, 2 and 3 where it is odd, all 64 bits.
     draft_index : int
         Which token of the round this is, in [0, 65536).
     domain : int
-        2 (default) for a draft model's draws, 1 for draws from a target law outside `verify`, 3 for
-        the races of the rule "coupled", the draft's and the target's: there alone noise is shared.
+        Selects an independent set of random numbers: 2 (default) for a draft model's draws, 1 for
+        draws from a target law outside `verify`, 3 for the races of the rule "coupled", the draft's
+        and the target's: there alone noise is shared.
         Never draw both from domain 1 or 2: shared noise biases what the other rules emit.
     stream : int
-        In [0, 256), different for every level of a hierarchy of models.
+        In [0, 256), not a CUDA stream: numbers the models where a draft is itself verified against
+        a smaller draft with the same seeds; otherwise 0.
     temperature, top_k, top_p, min_p : optional
         ``[B]`` as in `row_law`.
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where neither uniforms nor
-        seeds are given; the default generator of the device if None.
+        seeds are given; the default generator of the device if None. A call with one does not
+        trace under ``torch.compile(fullgraph=True)``.
     backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
@@ -322,15 +325,16 @@ def verify(
 
     Softmax, temperature, filters, the accept tests, the residual and the final draw happen inside.
     Under every rule that is not called "not lossless" below, the emitted tokens are distributed
-    exactly as if the target had sampled them one by one from its filtered law, whatever the draft,
-    given that every sampled draft token was drawn from the draft law passed here and with other
-    randomness ("coupled": however it was drawn).
+    exactly as if the target had sampled them one by one from its law, the probability distribution
+    after temperature and filters, whatever the draft, given that every sampled draft token was
+    drawn from the draft law passed here and with other randomness ("coupled": however it was
+    drawn).
 
     Rules:
 
-    - ``block`` (default): all coins are flipped, the last success wins. Accepts at least as many
-      tokens as any other lossless rule on a chain, in expectation. Sun et al., arXiv 2403.10444,
-      Algorithm 2.
+    - ``block`` (default): accept all tokens up to the last one whose coin u is below its threshold
+      h. Accepts at least as many tokens as any other lossless rule on a chain, in expectation. Sun
+      et al., arXiv 2403.10444, Algorithm 2.
     - ``token``: accept while u q(x) < p(x). Leviathan et al., arXiv 2211.17192, Algorithm 1.
     - ``greedy``: accept while x is the arg max. Ignores temperature, randomness and draft law.
     - ``lenient``: token with lenience * q in place of q. Not lossless: no token gets above
@@ -345,9 +349,8 @@ def verify(
       of E / p(token) with exponential noise E of the seed, the absolute position and the token;
       failure and bonus emit that token. So the output is a function of seeds and target, whatever
       the draft, gamma or batch: it equals ``sample(domain=3)`` one token at a time. A draft that
-      draws by ``sample(domain=3)`` too is accepted with probability sum_j 1 / sum_i max(p_i / p_j,
-      q_i / q_j) a token, at least (1 - TV) / (1 + TV). No draft law is read. Daliri, Musco, Suresh,
-      arXiv 2408.07978.
+      draws by ``sample(domain=3)`` too is mostly accepted (`sample` says how often). No draft law
+      is read. Daliri, Musco, Suresh, arXiv 2408.07978.
 
     A request at T = 0 is verified as under ``greedy`` in every rule except those two whose words
     above say otherwise (lenient, top_beta).
@@ -355,15 +358,17 @@ def verify(
     Parameters
     ----------
     target_logits : Tensor
-        ``[B, G+1, V]`` raw logits, float32, bfloat16 or float16, unit stride on V; row i is the law
-        after i draft tokens. ``[R, V]`` with target_rows.
+        ``[B, G+1, V]`` raw logits, float32, bfloat16 or float16, unit stride on V; row i has the
+        logits of the token after the first i draft tokens. ``[R, V]`` with target_rows.
     draft_tokens : Tensor
         ``[B, G]`` int32 or int64. A draft ends at its first -1.
     draft_logits : Tensor, optional
-        ``[B, G, Vd]`` raw logits, or ``[R, Vd]`` with draft_rows; row i is the one that token i + 1
-        was drawn from. Vd may differ from V: ids that only one of them has get 0 from the other.
+        ``[B, G, Vd]`` raw logits, or ``[R, Vd]`` with draft_rows, of a dtype as above, which may be
+        another than target_logits has; row i is the one that ``draft_tokens[:, i]`` was drawn from.
+        Vd may differ from V: ids that only one of them has get 0 from the other.
     draft_probs : Tensor, optional
-        Same shapes, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
+        Same shapes and dtypes, instead of draft_logits: probabilities (>= 0, normalised here, not
+        filtered).
         Neither: a deterministic drafter.
     draft_probs_ids : Tensor, optional
         ``[B, G, K]`` int32 or int64, unit stride on K, 1 <= K <= 1024; ``[R, K]`` with draft_rows.
@@ -379,11 +384,11 @@ def verify(
         ``[B, G]`` int32 or int64: draft_logits or draft_probs is then packed, ``[R, Vd]``.
     allowed_mask : Tensor, optional
         ``[B, G+1, ceil(V/32)]`` int32 as in `row_law`, by request and slot also where the logits
-        are packed. Slot i is for the token after i draft tokens: it masks target row i, and the
-        draft's row i, which token i + 1 was drawn from (the draft must have been sampled under the
-        same mask). Slots after the draft's end are never read. Masks apply before everything else:
-        filters, ranks, raw_logprobs. A draft token that is not allowed has p = 0: it is rejected if
-        it is deterministic, and ends the draft if it is said to be sampled (q = 0).
+        are packed. Slot i masks ``target_logits[:, i]`` and the draft row that
+        ``draft_tokens[:, i]`` was drawn from (it must have been drawn under that mask). Slots after
+        the draft's end are never read. Masks apply before everything else: filters, ranks,
+        raw_logprobs. A draft token that is not allowed has p = 0: it is rejected if it is
+        deterministic, and ends the draft if it is said to be sampled (q = 0).
     draft_token_ids : Tensor, optional
         ``[Vd]`` int32 or int64, any stride, Vd <= V, with a draft law: the target id of each draft
         entry, for a draft with a reduced vocabulary. draft_tokens are target ids all the same.
@@ -395,18 +400,20 @@ def verify(
     draft_lengths : Tensor, optional
         ``[B]`` int32 or int64 in [0, G], default G. Columns after it are never read.
     uniforms : Tensor, optional
-        ``[B, G+1]`` float64 in [0, 1): slot i - 1 is the coin of draft token i, slot G the final
-        draw.
+        ``[B, G+1]`` float64 in [0, 1): ``[:, i]`` is the coin of ``draft_tokens[:, i]``, ``[:, G]``
+        the number of the final draw.
     seeds, positions : Tensor, optional
         ``[B]`` int64 each, instead of uniforms: see `uniforms`. A position is the absolute position
         of this call's first draft token; it must grow from call to call.
     stream : int
-        In [0, 256), different for every level of a hierarchy of models.
+        In [0, 256), not a CUDA stream: numbers the models where a draft is itself verified against
+        a smaller draft with the same seeds; otherwise 0.
     temperature, top_k, top_p, min_p : optional
         ``[B]`` as in `row_law`, of the target's law.
     draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
-        ``[B]``, of the draft's law: those that its tokens were really sampled with. By default the
-        target's. Only with draft_logits.
+        ``[B]`` as in `row_law`, of the draft's law: those that its tokens were really sampled with.
+        None is the target's value (pass 1.0, 0, 1.0 or 0 to switch one off). Only with
+        draft_logits.
     rule : str
         See above.
     lenience : float
@@ -424,7 +431,8 @@ def verify(
         Report log softmax(target_logits), without temperature and filters.
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
-        and neither uniforms nor seeds are given; the default generator of the device if None.
+        and neither uniforms nor seeds are given; the default generator of the device if None. A
+        call with one does not trace under ``torch.compile(fullgraph=True)``.
     backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
@@ -437,14 +445,13 @@ def verify(
         T = 0, NaN after the end. "top_beta" reports raw ones.
         ``accept_probs`` [B, G] float32: the threshold of each position's coin (0 or 1 where the
         test is deterministic, as under "coupled" given the noise). NaN after the end of the draft,
-        and after the first failure of a rule that stops there. Under "block" it is h: accepted =
-        the largest i with u_i < h_i.
-        ``status`` [B] int32: ``STATUS_`` bits; nothing that depends on values raises. 1: the row
-        that decided has no law, nothing allowed included. 2: a draft token out of range. 4: a draft
-        row without a law, or q = 0 at a sampled token, not allowed or without an entry included; a
-        list of draft_probs_ids with an id outside [-1, V) or a repeated one has no law. 8: a
-        parameter out of range, or, in rules that read a draft law, draft_token_ids with an id
-        outside [0, V) or a repeated one (then no draft row has a law).
+        and after the first failure of a rule that stops there. Under "block" it is h: num_accepted
+        is the largest n with ``uniforms[b, n - 1] < h[b, n - 1]``, or 0; so h is not the acceptance
+        probability of a single token.
+        ``status`` [B] int32: 0, or the sum of the bits ``STATUS_NO_TARGET_LAW`` (1; the last token
+        is then a placeholder, 0), ``STATUS_INVALID_DRAFT_TOKEN`` (2), ``STATUS_NO_DRAFT_LAW`` (4)
+        and ``STATUS_PARAMETER_OUT_OF_RANGE`` (8); docs/design.md, "Failure", says when each is set.
+        Nothing that depends on values raises.
 
     Raises
     ------
@@ -561,9 +568,9 @@ def verify_tree(
     Node 0 is the root, the state before anything drafted; every other node holds a draft token, and
     its parent the state that the token continues. The accepted tokens lie on a path from the root;
     then one more is emitted, from what the children of the path's last node leave of the target's
-    law there. Under every rule the emitted tokens are distributed exactly as if the target had
-    sampled them one by one from its filtered law, given that every drawn token was drawn as its
-    kind says, and with other randomness.
+    law (probability distribution) there. Under every rule the emitted tokens are distributed
+    exactly as if the target had sampled them one by one from its filtered law, given that every
+    drawn token was drawn as its kind says, and with other randomness.
 
     Rules:
 
@@ -596,9 +603,11 @@ def verify_tree(
         ``[B, N]`` int32 or int64: the node that a node continues, below its own index; -1 for the
         root (node 0) and for padding, which comes last.
     draft_logits : Tensor, optional
-        ``[B, R, Vd]`` raw logits: the rows that children were drawn from. Vd may differ from V.
+        ``[B, R, Vd]`` raw logits, of a dtype as above: the rows that children were drawn from. Vd
+        may differ from V.
     draft_probs : Tensor, optional
-        Same shape, instead of draft_logits: probabilities (>= 0, normalised here, not filtered).
+        Same shape and dtypes, instead of draft_logits: probabilities (>= 0, normalised here, not
+        filtered).
     draft_probs_ids : Tensor, optional
         ``[B, R, K]`` as in `verify`: draft_probs then holds lists of K tokens.
     target_rows : Tensor, optional
@@ -624,18 +633,21 @@ def verify_tree(
         ``[B]`` int64 each, instead of uniforms, as in `verify` with G = N - 1. A position is the
         absolute position of the root's children; it must grow from call to call.
     stream : int
-        In [0, 256), different for every level of a hierarchy of models.
+        In [0, 256), not a CUDA stream: numbers the models where a draft is itself verified against
+        a smaller draft with the same seeds; otherwise 0.
     temperature, top_k, top_p, min_p : optional
         ``[B]`` as in `row_law`, of the target's law.
     draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
-        ``[B]``, of the draft's law; by default the target's. Only with draft_logits.
+        ``[B]`` as in `verify`, of the draft's law. None is the target's value. Only with
+        draft_logits.
     rule : str
         See above.
     raw_logprobs : bool
         Report log softmax(target_logits), without temperature and filters.
     generator : torch.Generator, optional
         Draws fresh seeds, at position 0 unless positions are given, where the rule needs randomness
-        and neither uniforms nor seeds are given; the default generator of the device if None.
+        and neither uniforms nor seeds are given; the default generator of the device if None. A
+        call with one does not trace under ``torch.compile(fullgraph=True)``.
     backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
@@ -650,11 +662,7 @@ def verify_tree(
         ``accept_probs`` [B, N] float32, by node: the threshold of its coin. Under "traversal" h of
         every node; under the other rules that of the children tried (0 or 1 under "greedy" and
         "coupled"). 1 at the root, NaN where nothing was computed.
-        ``status`` [B] int32: ``STATUS_`` bits; nothing that depends on values raises. 1: the row
-        that decided has no law. 2: a token out of range or an unknown kind: it is left out, and
-        what is below. 4: a child that cannot have been drawn as its kind says (no draft law, q =
-        0, nothing left to draw from): likewise; only where a rule looks at it. 8: a parameter out
-        of range. 16: parents or kinds are no valid tree: nothing is accepted.
+        ``status`` [B] int32: the bits of `verify`, and ``STATUS_INVALID_TREE`` (16).
 
     Raises
     ------
@@ -725,7 +733,7 @@ def acceptance(
     draft_min_p: Floats = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute sum_x min(p(x), q(x)) of two laws, row by row.
+    """Compute sum_x min(p(x), q(x)) of two laws (probability distributions), row by row.
 
     It is the probability that one token sampled from q is accepted: the beta of Leviathan et al.,
     whose mean over contexts is alpha, and 1 - D_LK(p, q), one minus the total variation distance.
@@ -743,7 +751,7 @@ def acceptance(
     temperature, top_k, top_p, min_p : optional
         ``[R]`` as in `row_law`, of the target's law.
     draft_temperature, draft_top_k, draft_top_p, draft_min_p : optional
-        ``[R]``, of the draft's law; by default the target's.
+        ``[R]`` as in `row_law`, of the draft's law. None is the target's value.
     backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 
@@ -794,9 +802,9 @@ def uniforms(
 
     ``verify(seeds=s, positions=p)`` equals ``verify(uniforms=uniforms(s, p, G + 1))`` bit for bit.
     The uniforms are i.i.d. on the multiples of 2^-53 in [0, 1), fresh for every (seed, position,
-    stream): Philox4x32-10 with the seed as key; slot i - 1 is the coin of draft token i, counter
-    (0, position, i | stream << 24), slot n - 1 the final draw, counter (0, position, 1 << 16 |
-    stream << 24).
+    stream): Philox4x32-10 with the seed as key; ``[:, i]`` is the coin of ``draft_tokens[:, i]``,
+    counter (0, position, i + 1 | stream << 24), and ``[:, n - 1]`` the number of the final draw,
+    counter (0, position, 1 << 16 | stream << 24).
 
     Parameters
     ----------
@@ -805,7 +813,8 @@ def uniforms(
     n : int
         Slots per request, at least 1.
     stream : int
-        In [0, 256), different for every level of a hierarchy of models.
+        In [0, 256), not a CUDA stream: numbers the models where a draft is itself verified against
+        a smaller draft with the same seeds; otherwise 0.
     backend : {"auto", "cpu", "cuda", "triton", "reference"}
         As in `row_law`.
 

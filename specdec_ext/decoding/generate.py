@@ -82,11 +82,12 @@ def generate(
     """Generate with a target model and a draft: each target call verifies several draft tokens.
 
     Under every lossless rule, the default among them, the new tokens are distributed as the
-    target's own: sampled, they follow its law under the given filters; at temperature 0 they are
-    its greedy choice. Only the wall time depends on the draft. (Leviathan et al., arXiv 2211.17192;
-    block verification: Sun et al., arXiv 2403.10444.) Under ``"coupled"`` the very tokens do not
-    depend on the draft, gamma or the batch either, for equal logits of the target: they are those
-    of plain decoding with the same seeds. (Daliri, Musco, Suresh, arXiv 2408.07978.)
+    target's own: sampled, they follow its law (probability distribution) under the given filters;
+    at temperature 0 they are its greedy choice. Only the wall time depends on the draft. (Leviathan
+    et al., arXiv 2211.17192; block verification: Sun et al., arXiv 2403.10444.) Under ``"coupled"``
+    the very tokens do not depend on the draft, gamma or the batch either, for equal logits of the
+    target: they are those of plain decoding with the same seeds. (Daliri, Musco, Suresh, arXiv
+    2408.07978.)
 
     Parameters
     ----------
