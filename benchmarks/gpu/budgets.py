@@ -112,8 +112,8 @@ BUDGETS = {
     "decide_alone<2>": Budget(127, spills=58, registers=64),  # likewise
     "decide_block<1>": Budget(147, spills=36, stream=ROW_16, per_entry=7),
     "decide_block<2>": Budget(147, spills=36, stream=ROW_16, per_entry=7),
-    "decide_block<0>": Budget(142, spills=82, stream=ROW_32, per_entry=6.5),
-    "decide_block<3>": Budget(210, spills=156, stream=ROW_16, per_entry=8.5),
+    "decide_block<0>": Budget(142, spills=84, stream=ROW_32, per_entry=6.5),
+    "decide_block<3>": Budget(210, spills=158, stream=ROW_16, per_entry=8.5),
     "draw_extra<1>": Budget(51, stream=ROW_16, per_entry=15.5),
     "draw_extra<2>": Budget(51, stream=ROW_16, per_entry=14),
     "draw_extra<0>": Budget(44, stream=ROW_32, per_entry=14.5),
