@@ -269,6 +269,7 @@ using namespace specdec;
 using namespace specdec::cuda;
 
 SPECDEC_TEST void watch_seed(uint64_t seed) { fibres::set_seed(seed); }
+SPECDEC_TEST void watch_leave_out(const char* place) { fibres::leave_out(place); }
 
 // A case, null after the last one, and what has to be said of it: null, nothing.
 SPECDEC_TEST const char* watch_case(int i, const char** said) {

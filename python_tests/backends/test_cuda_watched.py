@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 
+import barriers
 import fibres
 import pytest
 import torch
@@ -64,3 +65,34 @@ def test_errors_name_their_places(threads):
     assert re.search(r"block \d of the launch before at", said), said
     said = said_of(library, index["a shift by too much"])
     assert re.fullmatch(r"alone: a shift by too much at \S*watch_test\.cu:\d+", said), said
+
+
+@pytest.mark.parametrize("threads", fibres.THREADS)
+def test_a_barrier_that_is_left_out_is_missed(threads):
+    # As if it were not there, for the watcher; threads meet there all the same.
+    library = fibres.library(f"_watch_test_{threads}")
+    index = {name: i for i, name, _ in cases(library)}
+    source = (fibres.ROOT / "csrc" / "testing" / "watch_test.cu").read_text().splitlines()
+    kernel = source.index("__global__ void overwrite_what_others_read(Numbers out) {")
+    line = source.index("  if (kBarrier) __syncthreads();", kernel) + 1
+    right = index["overwritten after a barrier"]
+    try:
+        library.watch_leave_out(f"watch_test.cu:{line}".encode())
+        assert "nothing orders" in said_of(library, right)
+        library.watch_leave_out(f"watch_test.cu:{line + 1}".encode())
+        assert said_of(library, right) == ""
+    finally:
+        library.watch_leave_out(b"")
+
+
+def test_barriers_are_found():
+    # All that stand in the sources of kernels, but for comments and block.cuh.
+    folder = fibres.ROOT / "csrc" / "cuda"
+    text = {path.name: path.read_text() for path in folder.glob("*.cu*")}
+    expected = sum(len(re.findall(r"__sync(?:threads|warp)\(", t)) for t in text.values())
+    beside = len(re.findall(r"__sync(?:threads|warp)\(", text["block.cuh"]))
+    found = barriers.barriers()
+    assert len(found) == len(set(found)) == expected - beside
+    for place in found:
+        name, line = place.split(":")
+        assert "__sync" in text[name].splitlines()[int(line) - 1]

@@ -2,9 +2,9 @@
 
     python python_tests/helpers/barriers.py [draw.cuh:57 ...]
 
-For each barrier, or those named, the tests run on the watched kernels (csrc/testing/watch.cpp) as if
-it were missing, until one fails. A barrier without which none fails is printed: either no test meets
-what it is for, or nothing needs it. About an hour on two cores.
+For each barrier, or those named, the tests run on the watched kernels (csrc/testing/watch.cpp) as
+if it were missing, until one fails, which is printed. If none fails, either no test meets what the
+barrier is for, or nothing needs it. More than an hour on two cores.
 """
 
 from __future__ import annotations
