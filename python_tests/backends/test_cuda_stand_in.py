@@ -26,7 +26,7 @@ from specdec_ext.contract import (
     VerifyTreeResult,
     rule_names,
 )
-from specdec_ext.testing import assert_trees_match, make_case, make_tree_case
+from specdec_ext.testing import assert_trees_match, filtered_law, make_case, make_tree_case
 
 WARP = 32
 SEEDS = range(10)
@@ -670,6 +670,29 @@ def test_tiles_in_token_order(threads, tail, dtype):
         got = operators.acceptance(target[:, 0], draft[:, 0], draft_token_ids=ids, **first)
         expected = operators.acceptance(target[:, 0], straight[:, 0], **first)
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+@threads_of_a_block
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_an_empty_residual_leaves_the_targets_law(threads, rule):
+    # A token was drafted that the target does not have; all other probabilities are equal to the
+    # last bit, so that its rejection leaves nothing of p - q, and blocks sum the row once more.
+    vocab, batch, drafted = 9001, 8, 4500
+    draft = torch.randn(batch, 1, vocab, generator=torch.Generator().manual_seed(1))
+    target = draft.clone()
+    draft[..., drafted], target[..., drafted] = -60.0, -math.inf
+    law = filtered_law(target[:, 0])
+    tokens = torch.linspace(0, vocab - 1, batch).long()
+    p = law.gather(1, tokens[:, None])[:, 0]
+    middle = law.cumsum(1).gather(1, tokens[:, None])[:, 0] - p / 2
+    uniforms = torch.stack([torch.zeros_like(middle), middle], 1)
+    drafts = torch.full((batch, 1), drafted)
+    found, accepted, logprobs, _, status = fibres.operators(threads).verify(
+        target.repeat(1, 2, 1), drafts, draft, uniforms=uniforms, rule=rule
+    )
+    assert accepted.tolist() == status.tolist() == [0] * batch
+    assert torch.equal(found[:, 0], tokens)
+    torch.testing.assert_close(logprobs[:, 0], p.log().float(), rtol=1e-5, atol=1e-5)
 
 
 @threads_of_a_block
