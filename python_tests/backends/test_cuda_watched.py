@@ -96,3 +96,6 @@ def test_barriers_are_found():
     for place in found:
         name, line = place.split(":")
         assert "__sync" in text[name].splitlines()[int(line) - 1]
+    assert barriers.chosen([]) == found and barriers.chosen(found[3:5]) == found[3:5]
+    with pytest.raises(ValueError, match="no barrier stands at draw.cuh:1; some do at acceptance"):
+        barriers.chosen(["draw.cuh:1"])

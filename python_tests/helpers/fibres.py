@@ -27,6 +27,10 @@ WATCHED = os.environ.get("SPECDEC_WATCHED") == "1"
 TARGET, OPERATORS = ("watched", "_cuda_watched") if WATCHED else ("fibres", "_cuda_on_fibres")
 
 LEFT_OUT = os.environ.get("SPECDEC_LEFT_OUT", "")
+if LEFT_OUT and not WATCHED:
+    raise ValueError(
+        f"SPECDEC_LEFT_OUT={LEFT_OUT} needs SPECDEC_WATCHED=1: nobody else would notice"
+    )
 
 # Block sizes. A warp is a block at 32; at 128, warps go their own ways between barriers.
 THREADS = (32, 128)
@@ -71,6 +75,7 @@ def library(name: str, target: str | None = None) -> ctypes.CDLL:
     return ctypes.CDLL(str(BUILD / f"{name}.so"))
 
 
+@cache
 def operators_library(threads: int) -> ctypes.CDLL:
     """The one with the operators in blocks of so many threads."""
     name = f"{OPERATORS}_{threads}"
