@@ -121,7 +121,7 @@ BUDGETS = {
     "draw_tokens<1>": Budget(56, spills=4, registers=64, stream=ROW_16, per_entry=14),
     "draw_tokens<2>": Budget(56, spills=4, registers=64, stream=ROW_16, per_entry=14),
     "draw_tokens<0>": Budget(56, spills=4, registers=64, stream=ROW_32, per_entry=13),
-    "draw_tokens<3>": Budget(83, spills=13, registers=64, stream=ROW_16, per_entry=13.5),
+    "draw_tokens<3>": Budget(83, spills=15, registers=64, stream=ROW_16, per_entry=13.5),
     "draw_token<1>": Budget(62, stream=ROW_16, per_entry=16),
     "draw_token<2>": Budget(62, stream=ROW_16, per_entry=15),
     "draw_token<0>": Budget(55, stream=ROW_32, per_entry=15),

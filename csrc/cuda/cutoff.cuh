@@ -195,7 +195,6 @@ __device__ __forceinline__ float top_k_floor(CutoffMemory* memory, const float* 
   if (4 * k <= kThreads) {
     const float floor = floor_of_pairs(memory, group_max, groups, static_cast<int32_t>(k));
     if (floor > -INFINITY) return floor;
-    __syncthreads();
   }
   return floor_by_bins(memory, group_max, groups, k, max);
 }

@@ -412,29 +412,28 @@ __device__ __attribute__((noinline)) int64_t find_entry(const DrawTask& task, bo
   return found;
 }
 
-// A request's draw, by `splits` blocks. Each sums its share of tiles into tile_sums; the last one
-// to arrive at `counter` (0 before the launch, and after it) searches. True in every thread of that
-// one block, with task->token set. The caller has seen to needs_draw(*task); `task` is shared and
-// what it holds is known to all threads. kResidual: it may be a residual.
+// A request's draw, by `splits` blocks. Each sums its `share` of tiles into tile_sums; the last one
+// to arrive at `counter` (0 before the launch, and after it) searches. True in one thread, which
+// then has the token. The caller has seen to needs_draw(task); `task` is shared and known to all
+// threads. kResidual: it may be a residual.
 template <Elements kElements, bool kTree = false, bool kResidual = true>
-__device__ inline bool draw(DrawTask* task, uint64_t* tile_sums, uint32_t* counter, int64_t split,
-                            const Divisor& splits) {
-  const int64_t tiles = num_tiles(task->target.vocab);
-  bool residual = kResidual && task->residual;
-  const Share share = share_of(tiles, split, splits);
-  fixed_sum_tiles<kElements, kTree>(*task, residual, share.first, share.last,
+__device__ inline bool draw(const DrawTask& task, uint64_t* tile_sums, uint32_t* counter,
+                            Share share, const Divisor& splits, int64_t* token) {
+  const int64_t tiles = num_tiles(task.target.vocab);
+  bool residual = kResidual && task.residual;
+  fixed_sum_tiles<kElements, kTree>(task, residual, share.first, share.last,
                                     tile_sums + share.first);
   if (!is_last_block(counter, splits)) return false;
   uint64_t total = 0;
-  Place place = find_tile(tile_sums, tiles, task->u, &total);
+  Place place = find_tile(tile_sums, tiles, task.u, &total);
   if (total == 0 && residual) {
     residual = false;  // empty, by rounding or because p = q: what is left is the target's own law
-    fixed_sum_tiles<kElements, kTree>(*task, residual, 0, tiles, tile_sums);
-    place = find_tile(tile_sums, tiles, task->u, &total);
+    fixed_sum_tiles<kElements, kTree>(task, residual, 0, tiles, tile_sums);
+    place = find_tile(tile_sums, tiles, task.u, &total);
   }
-  const int64_t token = find_entry<kElements, kTree>(*task, residual, place);
-  if (threadIdx.x == 0) task->token = token;
-  __syncthreads();
+  const int64_t found = find_entry<kElements, kTree>(task, residual, place);
+  if (threadIdx.x != 0) return false;
+  *token = found;
   return true;
 }
 

@@ -129,10 +129,8 @@ __device__ __forceinline__ bool find_in_part(const DrawWeights<kElements, kTree>
   return true;
 }
 
-// A request's draw, by `splits` blocks. Each sums its `share` of tiles into part_sums [tiles,
-// kWarps]; the last one to arrive at `counter` (0 before the launch, and after it) searches. True
-// in the one thread that then has what is drawn, and log(z) of the target's law. The caller has
-// seen to needs_draw(task); `task` is shared and known to all threads. kTree: TileWeights.
+// `draw` by sums of parts, part_sums [tiles, kWarps]. The one thread gets log(z) of the target's
+// law, too. kTree: TileWeights.
 //
 // The part that the draw falls into is weighed by the code that has weighed the share: a block
 // waits for instructions that it executes for the first time.
@@ -191,6 +189,21 @@ __device__ __forceinline__ bool draw_by_parts(const DrawTask& task, uint64_t* pa
     residual = false;  // empty, by rounding or because p = q: what is left is the target's own law
     share = {0, tiles};
     __syncthreads();  // all have read the sums
+  }
+}
+
+// `draw` in the way that rows of these entries allow; `sums` has room for those of parts.
+template <Elements kElements, bool kTree = false>
+__device__ __forceinline__ bool draw_in_shares(const DrawTask& task, uint64_t* sums,
+                                               uint32_t* counter, const Share& share,
+                                               const Divisor& splits, Drawn* drawn, double* log_z) {
+  if constexpr (are_plain(kElements)) {
+    return draw_by_parts<kElements, kTree>(task, sums, counter, share, splits, drawn, log_z);
+  } else {
+    if (!draw<kElements, kTree>(task, sums, counter, share, splits, &drawn->token)) return false;
+    drawn->logit = row_value(task.target, drawn->token);
+    *log_z = log(task.target_law.z);
+    return true;
   }
 }
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ Runner first_of_warp(Runner best) {
   return best;
 }
 
-// In every thread.
+// In every thread. The block meets before the next call, which overwrites of_warp.
 __device__ __forceinline__ Runner first_of_block(Runner best) {
   __shared__ SharedArray<Runner, kWarps> of_warp;
   best = first_of_warp(best);
@@ -42,7 +42,6 @@ __device__ __forceinline__ Runner first_of_block(Runner best) {
   for (int w = 0; w < kWarps; ++w) {
     if (comes_before(of_warp[w], best)) best = of_warp[w];
   }
-  __syncthreads();  // the next call overwrites of_warp
   return best;
 }
 

@@ -68,10 +68,10 @@ __device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& dr
 }
 
 // By one thread. An entry of -1: nothing could be drawn.
-__device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& draw) {
-  if (draw.token >= 0) {
-    const float logit = row_value(draw.target, draw.token);
-    return write_token(p, b, draw, {draw.token, logit}, log(draw.target_law.z));
+__device__ void write_token(const SampleParams& p, int64_t b, const DrawTask& draw, int64_t entry) {
+  if (entry >= 0) {
+    const float logit = row_value(draw.target, entry);
+    return write_token(p, b, draw, {entry, logit}, log(draw.target_law.z));
   }
   p.tokens[b] = -1;
   p.logprobs[b] = NAN;
@@ -86,17 +86,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt64Registers)
   const auto [b, split] = this_unit(splits);
   open_draw(rows, s, b, draw_memory.data());
   DrawTask& task = draw_memory[0];
-  bool writes = split == 0;
+  bool writes = split == 0 && threadIdx.x == 0;
   if (needs_draw(task)) {
     const ListedDraw listed = draw_if_listed<false>(s.shortlist(b), task);
     if (listed.listed) {
       if (split == 0 && listed.is_mine) write_token(rows.p, b, task, listed.drawn, listed.log_z);
       return;
     }
-    writes = draw<kElements, false, false>(&task, tile_sums + b * s.tiles, s.counters + b, split,
-                                           splits);
+    const Share share = share_of(num_tiles(task.target.vocab), split, splits);
+    writes = draw<kElements, false, false>(task, tile_sums + b * s.tiles, s.counters + b, share,
+                                           splits, &task.token);
   }
-  if (writes && threadIdx.x == 0) write_token(rows.p, b, task);
+  if (writes) write_token(rows.p, b, task, task.token);
 }
 
 // Grid: (row, split).
@@ -107,22 +108,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt80Registers)
   __shared__ SharedArray<RaceTask, 1> race_memory;
   const auto [b, split] = this_unit(splits);
   open_draw(rows, s, b, draw_memory.data());
-  DrawTask& task = draw_memory[0];
+  const DrawTask& task = draw_memory[0];
   if (threadIdx.x == 0) {
     race_memory[0] = {{task.target, task.target_law},
                       race_of(rows.p.randomness, b, rows.p.draft_index)};
   }
   __syncthreads();
   if (!needs_draw(task)) {
-    if (split == 0 && threadIdx.x == 0) write_token(rows.p, b, task);
+    if (split == 0 && threadIdx.x == 0) write_token(rows.p, b, task, task.token);
     return;
   }
   int64_t winner = -1;
   const bool last =
       run_race(race_memory[0], found + b * splits, s.counters + b, split, splits, &winner);
-  if (!last || threadIdx.x != 0) return;
-  task.token = winner;  // the block's threads have met in the race: nobody else reads it now
-  write_token(rows.p, b, task);
+  if (last && threadIdx.x == 0) write_token(rows.p, b, task, winner);
 }
 
 Elements elements_of_laws(const SampleParams& p) {

@@ -146,19 +146,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   const Share share = share_of(num_tiles(p.target.vocab), unit.split, splits);
   wait_for_launch_before();
   copy_by_block(request.data(), s.requests[b]);
-  DrawTask& task = request[0].draw;
+  const DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
-  uint64_t* sums = s.part_sums + b * s.tiles * kWarps;
-  if constexpr (are_plain(kElements)) {
-    Drawn drawn;
-    double log_z = 0.0;
-    if (draw_by_parts<kElements>(task, sums, s.counters + b, share, splits, &drawn, &log_z)) {
-      write_extra_token(p, b, request[0].accepted, drawn.token,
-                        law_log_probability(task.target_law, drawn.logit, log_z));
-    }
-  } else {
-    const bool last = draw<kElements>(&task, sums, s.counters + b, unit.split, splits);
-    if (last && threadIdx.x == 0) write_extra_token(p, b, request[0].accepted, task);
+  Drawn drawn;
+  double log_z = 0.0;
+  if (draw_in_shares<kElements>(task, s.part_sums + b * s.tiles * kWarps, s.counters + b, share,
+                                splits, &drawn, &log_z)) {
+    write_extra_token(p, b, request[0].accepted, drawn.token,
+                      law_log_probability(task.target_law, drawn.logit, log_z));
   }
 }
 

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
   const Share share = share_of(num_tiles(p.target.vocab), unit.split, splits);
   wait_for_launch_before();
   copy_by_block(request.data(), s.results[b]);
-  DrawTask& task = request[0].draw;
+  const DrawTask& task = request[0].draw;
   if (!needs_draw(task)) return;
   const ListedDraw listed = draw_if_listed(s.laws.shortlist(b * s.rows + s.ends[b]), task);
   if (listed.listed) {
@@ -126,18 +126,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksAt128Registers)
     }
     return;
   }
-  uint64_t* sums = s.part_sums + b * s.tiles * kWarps;
-  uint32_t* counter = s.laws.counters + b * s.rows;
-  if constexpr (are_plain(kElements)) {
-    Drawn drawn;
-    double log_z = 0.0;
-    if (draw_by_parts<kElements, true>(task, sums, counter, share, splits, &drawn, &log_z)) {
-      write_tree_token(p, b, request[0].accepted, drawn.token,
-                       law_log_probability(task.target_law, drawn.logit, log_z));
-    }
-  } else {
-    const bool last = draw<kElements, true>(&task, sums, counter, unit.split, splits);
-    if (last && threadIdx.x == 0) write_tree_token(p, b, request[0].accepted, task);
+  Drawn drawn;
+  double log_z = 0.0;
+  if (draw_in_shares<kElements, true>(task, s.part_sums + b * s.tiles * kWarps,
+                                      s.laws.counters + b * s.rows, share, splits, &drawn,
+                                      &log_z)) {
+    write_tree_token(p, b, request[0].accepted, drawn.token,
+                     law_log_probability(task.target_law, drawn.logit, log_z));
   }
 }
 

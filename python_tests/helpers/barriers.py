@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import fibres
 
@@ -75,5 +75,6 @@ if __name__ == "__main__":
     places = chosen(sys.argv[1:])
     fibres.build("watched")
     with ThreadPoolExecutor(os.cpu_count()) as executor:
-        for place, failure in zip(places, executor.map(failure_without, places), strict=True):
-            print(f"{place}: {failure or 'NO TEST FAILS'}", flush=True)
+        runs = {executor.submit(failure_without, place): place for place in places}
+        for run in as_completed(runs):
+            print(f"{runs[run]}: {run.result() or 'NO TEST FAILS'}", flush=True)
