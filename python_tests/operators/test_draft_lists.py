@@ -178,6 +178,20 @@ def test_a_row_outside_a_packed_table_has_no_list(backend):
         assert backend.verify(**packed, draft_rows=torch.tensor([[row]])).status.tolist() == [4]
 
 
+@pytest.mark.parametrize("kind, status", [(0, 0), (1, 4)])
+def test_a_packed_table_without_lists(backend, kind, status):
+    packed = by_hand(
+        draft_probs=torch.empty(0, 3),
+        draft_probs_ids=torch.empty(0, 3, dtype=torch.int64),
+        draft_kinds=torch.full((1, 1), kind, dtype=torch.int8),
+        uniforms=f64([[0.6, 0.4]]),
+    )
+    result = backend.verify(**packed, draft_rows=torch.tensor([[-1]]))
+    assert result.status.tolist() == [status] and result.num_accepted.tolist() == [0]
+    # The residual of a token that was chosen, (.1, .2, .3, 0) / .6; else p itself: u = .4.
+    assert result.tokens.tolist() == [[2 if kind else 1, -1]]
+
+
 def test_the_order_of_a_list_and_its_types_do_not_matter(backend):
     case = make_case(8, draft="lists", vocab=300, listed=33)
     probs, ids = case.inputs["draft_probs"], case.inputs["draft_probs_ids"]

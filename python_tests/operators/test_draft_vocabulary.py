@@ -140,6 +140,33 @@ def test_a_sampled_token_without_an_entry_ends_the_draft(backend, rule):
     assert result.status.tolist() == [0] and result.num_accepted.tolist() == [1]
 
 
+@pytest.mark.parametrize("kind, status", [(0, 0), (1, 4)])
+def test_a_packed_table_without_rows(backend, kind, status):
+    # A step that draws nothing: there is no row that an entry of the map could be read from.
+    shared = dict(draft_logits=torch.empty(0, 2), draft_rows=torch.tensor([[-1]]))
+    kinds = torch.full((1, 1), kind, dtype=torch.int8)
+    result = backend.verify(**by_hand(**shared, draft_kinds=kinds, uniforms=f64([[0.6, 0.4]])))
+    assert result.status.tolist() == [status] and result.num_accepted.tolist() == [0]
+    # The residual of a token that was chosen, (.1, .2, .3, 0) / .6; else p itself: u = .4.
+    assert result.tokens.tolist() == [[2 if kind else 1, -1]]
+
+
+@pytest.mark.parametrize("kind, status", [(0, 0), (1, 4)])
+def test_a_tree_without_draft_rows(backend, kind, status):
+    result = backend.verify_tree(
+        log_probs([[P, P]]),
+        torch.tensor([[0, 3]]),
+        torch.tensor([[-1, 0]]),
+        draft_logits=torch.empty(1, 0, 2),
+        draft_token_ids=torch.tensor(IDS),
+        kinds=torch.full((1, 2), kind, dtype=torch.int8),
+        children_rows=torch.full((1, 2), -1),
+        uniforms=f64([[0.6, 0.4]]),
+    )
+    assert result.status.tolist() == [status]
+    assert result.tokens.tolist() == [[2 if kind else 1, -1]]
+
+
 @pytest.mark.parametrize("token", [4, 7, -2])
 def test_draft_tokens_are_target_ids(backend, token):
     result = backend.verify(**by_hand(draft_tokens=torch.tensor([[token]])))

@@ -236,7 +236,11 @@ def row_at(rows, b, s):
     data = rows.data + offset
     if rows.lists.tokens is not None:
         listed = rows.lists.tokens + offset
-        count = tl.load(rows.lists.counts + offset // rows.lists.width)
+        counts = rows.lists.counts + offset // rows.lists.width
+        if rows.index is not None:
+            count = tl.load(counts, mask=entries > 0, other=0)  # a table may have no rows at all
+        else:
+            count = tl.load(counts)
         entries = tl.where(count > 0, entries, 0)
         count = tl.where(entries > 0, count, 0)
     if rows.held.tail is not None:
@@ -384,7 +388,8 @@ def value_at(source, token):
     if source.tail.dtype.is_ptr():
         inside = inside & (token >= source.first) & (token < source.last)
     if source.places.dtype.is_ptr():
-        known = (token >= 0) & (token < source.known)
+        # A row that is none has no memory to read, though the map has a place for the token.
+        known = (token >= 0) & (token < tl.where(source.entries > 0, source.known, 0))
         place = tl.load(source.places + tl.where(known, token, 0), mask=known, other=-1)
         inside = place >= 0
     if source.words.dtype.is_ptr():
