@@ -929,7 +929,9 @@ def compact_kv(
     k_cache, v_cache : Tensor
         ``[B, L, H, D]``, or ``[Y, B, L, H, D]`` for Y layers at once; any dtype of 1, 2, 4 or 8
         bytes, any strides: ``cache.transpose(-3, -2)`` makes one of Hugging Face's [B, H, L, D].
-        Written to. Their H, D and dtypes may differ.
+        Written to. Their H, D and dtypes may differ, and both may lie in one buffer, but share no
+        element: where the values are a part of the keys, as in a latent (MLA) cache, pass
+        ``k_cache[..., :0]`` as `v_cache`.
     path : Tensor
         ``[B, N]`` int32 or int64: the accepted nodes without the root, each after its parent, as
         `verify_tree` gives them. What follows the first ``num_accepted[b]`` is not read.
@@ -952,7 +954,7 @@ def compact_kv(
     TypeError
         An argument that is no tensor.
     ValueError
-        A wrong dtype or shape, or a cache that overlaps itself.
+        A wrong dtype or shape, or caches that overlap themselves or each other.
 
     Examples
     --------

@@ -116,10 +116,10 @@ class Member {
     end_ += static_cast<uint32_t>(sums * pieces().value);
   }
 
-  // Waits for the end of the round where there is no piece.
+  // Waits for the end of the round where there is no piece. The block meets (for a task, or to add
+  // masses up) before the next turn is written.
   __device__ Turn take_turn() {
     __shared__ Turn turn;
-    __syncthreads();
     if (threadIdx.x == 0) {
       turn.has_piece = next_ < end_;
       if (turn.has_piece) {

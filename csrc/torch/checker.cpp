@@ -176,7 +176,7 @@ void Checker::cache(const Tensor& t, const char* name) const {
               " must be [B, L, H, D] or [Y, B, L, H, D] of 1, 2, 4 or 8 bytes an element, got " +
               describe(t));
   for (int64_t d = 0; d < t.dim(); ++d) {
-    require(t.size(d) <= 1 || t.stride(d) != 0,
+    require(t.size(d) <= 1 || t.stride(d) != 0 || t.numel() == 0,
             std::string(name) +
                 " is written to and must not overlap itself, got stride 0 for the " +
                 std::to_string(t.size(d)) + " entries of dimension " + std::to_string(d));

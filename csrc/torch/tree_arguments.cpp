@@ -5,6 +5,7 @@
 #include "arguments.h"
 #include "checker.h"
 #include "outputs.h"
+#include "overlap.h"
 
 namespace specdec {
 namespace {
@@ -79,6 +80,9 @@ CompactKvCall check_compact_kv(const Tensor& k_cache, const Tensor& v_cache, con
   for (int64_t d = 0; same && d < dims - 2; ++d) same = v_cache.size(d) == k_cache.size(d);
   check.require(same, std::string("v_cache must have ") + (dims == 5 ? "Y, B and L" : "B and L") +
                           " of k_cache " + describe(k_cache) + ", got " + describe(v_cache));
+  check.require(!share_elements(k_cache, v_cache),
+                "v_cache must not share elements with k_cache, which would move twice; where the "
+                "values are a part of the keys pass v_cache = k_cache[..., :0]");
   const int64_t batch = k_cache.size(dims - 4);
   CompactKvParams p;
   p.layers = dims == 5 ? k_cache.size(0) : 1;

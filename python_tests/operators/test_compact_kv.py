@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from conftest import REFERENCE
@@ -111,6 +113,51 @@ def test_halves_of_one_buffer(operator):
     assert torch.equal(both, torch.stack(expected, 2))
 
 
+def test_a_latent_cache(operator):
+    # Its values are a part of its keys, which move once.
+    keys = numbered((BATCH, PLACES, 1, 24), torch.float16)
+    expected = keys.clone()
+    REFERENCE.compact_kv(expected, expected.clone(), PATH, NUM_ACCEPTED, SEQ_LENS)
+    arguments = (PATH, NUM_ACCEPTED, SEQ_LENS)
+    with pytest.raises(ValueError, match="v_cache must not share elements with k_cache"):
+        operator.compact_kv(keys, keys[..., :16], *arguments)
+    assert operator.compact_kv(keys, keys[..., :0], *arguments).tolist() == [0, 0, 0]
+    assert torch.equal(keys, expected)
+
+
+def views_of(memory, generator):
+    """Two caches of one B and L somewhere in the same memory, of elements of 2 bytes."""
+
+    def numbers(low, high, count):
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    batch, places = numbers(1, 4, 2)
+    for _ in range(2):
+        sizes = [batch, places, *numbers(1, 4, 2)]
+        strides = numbers(1, 9, 4)
+        spread = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        yield memory.as_strided(sizes, strides, *numbers(0, len(memory) - spread, 1))
+
+
+def test_caches_in_one_memory_share_no_element():
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.zeros(100, dtype=torch.bfloat16)
+    places = torch.arange(len(memory))
+    seen = {True: 0, False: 0}
+    for _ in range(300):
+        keys, values = views_of(memory, generator)
+        taken = [
+            set(places.as_strided(c.shape, c.stride(), c.storage_offset()).flatten().tolist())
+            for c in (keys, values)
+        ]
+        shared = bool(taken[0] & taken[1])
+        seen[shared] += 1
+        none = torch.zeros(len(keys), dtype=torch.int64)
+        with pytest.raises(ValueError, match="share elements") if shared else nullcontext():
+            specdec_ext.compact_kv(keys, values, none.view(-1, 1), none, none)
+    assert min(seen.values()) > 50
+
+
 L = PLACES
 FAULTS = {
     "accepted below 0": ([1, 2], -1, 3, STATUS_PARAMETER_OUT_OF_RANGE),
@@ -157,6 +204,9 @@ def test_nothing_to_do(backend):
     none = torch.zeros(0, dtype=torch.int64)
     empty = torch.zeros(0, 5, 2, 4)
     assert backend.compact_kv(empty, empty.clone(), none.view(0, 3), none, none).shape == (0,)
+    nowhere = torch.zeros(1, 0, 2, 4).expand(2, -1, -1, -1)  # no elements: it overlaps nothing
+    some = torch.zeros(2, dtype=torch.int64)
+    assert backend.compact_kv(nowhere, nowhere, some[:, None], some, some).tolist() == [0, 0]
     keys = numbered((2, 5, 2, 4), torch.float32)
     before = keys.clone()
     no_steps, zeros = torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
