@@ -282,6 +282,19 @@ def test_largest_float16_and_float32_logits(backend):
         assert result.logprobs.tolist() == [[0, 0]]
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str)
+def test_differences_of_logits_that_no_float32_holds(backend, filters):
+    # -3e38 - 3e38 overflows, and the temperature is too high for that to be below all that counts.
+    logits = torch.tensor([[-3e38, 0.0, 1e38, 3e38]]).expand(3, 4)
+    given = {"temperature": 1e37, **filters}
+    given = {name: torch.full((3,), value) for name, value in given.items()}
+    law = backend.row_law(logits, **given)
+    assert law.log_z.tolist() == pytest.approx([0.0] * 3, abs=1e-6)
+    drawn = backend.sample(logits, f64([0.01, 0.5, 0.99]), **given)
+    assert drawn.tokens.tolist() == [3, 3, 3]
+    assert drawn.logprobs.tolist() == pytest.approx([0.0] * 3, abs=1e-6)
+
+
 def equal_but_for_one(vocab, drafted, dtype=torch.float32):
     """Rows of target and draft that differ in one token alone, which the target does not have.
 
