@@ -33,10 +33,11 @@ auto with_two_entries(const DrawTask& task, int64_t tile, const Body& body) {
 // nothing: their ratio is 1, and w - v is rounded once. Of two products it would round one alone.
 double outer_scale(const DrawTask& task) { return task.coefficients.target / task.target_law.z; }
 
-float draft_ratio(const DrawTask& task) {
+// `lift`: what the draft's weights are multiplied by.
+float draft_ratio(const DrawTask& task, double lift) {
   const double outer = outer_scale(task);
   if (!(outer > 0.0)) return 0.0f;
-  const double ratio = task.coefficients.draft / task.draft_law.z / outer;
+  const double ratio = task.coefficients.draft / task.draft_law.z / outer / lift;
   return static_cast<float>(ratio < FLT_MAX ? ratio : FLT_MAX);  // 0 * inf is NaN
 }
 
@@ -46,18 +47,34 @@ struct ResidualWeight {
   ExpWeight target;
   DraftWeight draft;
   VecF ratio;
-  explicit ResidualWeight(const DrawTask& task)
-      : target(task.target_law), draft(task.draft_law), ratio(splat(draft_ratio(task))) {}
+  explicit ResidualWeight(const DrawTask& task, double lift = 1.0)
+      : target(task.target_law), draft(task.draft_law), ratio(splat(draft_ratio(task, lift))) {}
   VecF operator()(VecF x, VecF y) const { return positive_part(target(x) - ratio * draft(y)); }
 };
 
-template <typename DraftWeight>
+// Probabilities that sum to so little that no float32 holds their ratio.
+struct LiftedWeight {
+  static constexpr float kLift = 0x1p100f;
+  explicit LiftedWeight(const RowLaw&) {}
+  VecF operator()(VecF x) const { return positive_part(x * kLift); }
+};
+constexpr double kLeastSum = 0x1p-64;
+
+// Calls body(weight functor) with the functor that fits the laws of both rows.
+template <typename Body>
+auto with_residual_weight(const DrawTask& task, const Body& body) {
+  if (!task.draft_law.linear) return body(ResidualWeight<ExpWeight>(task));
+  if (task.draft_law.z >= kLeastSum) return body(ResidualWeight<LinearWeight>(task));
+  return body(ResidualWeight<LiftedWeight>(task, LiftedWeight::kLift));
+}
+
 double tile_residual_mass(const DrawTask& task, int64_t tile) {
-  const ResidualWeight<DraftWeight> weight(task);
-  return with_two_entries(task, tile, [&](const auto& p, const auto& q, int64_t groups) {
-    return accumulate_pairs(groups, [&](int64_t i) {
-      const VecPair x = p(i), y = q(i);
-      return VecPair{weight(x.first, y.first), weight(x.second, y.second)};
+  return with_residual_weight(task, [&](const auto& weight) {
+    return with_two_entries(task, tile, [&](const auto& p, const auto& q, int64_t groups) {
+      return accumulate_pairs(groups, [&](int64_t i) {
+        const VecPair x = p(i), y = q(i);
+        return VecPair{weight(x.first, y.first), weight(x.second, y.second)};
+      });
     });
   });
 }
@@ -65,8 +82,7 @@ double tile_residual_mass(const DrawTask& task, int64_t tile) {
 // In units of the residual's outer scale.
 double tile_mass(const DrawTask& task, int64_t tile) {
   if (task.draft.data != nullptr && !is_bare(task.draft, tile)) {
-    return task.draft_law.linear ? tile_residual_mass<LinearWeight>(task, tile)
-                                 : tile_residual_mass<ExpWeight>(task, tile);
+    return tile_residual_mass(task, tile);
   }
   float buffer[kTile];
   const int64_t groups = tile_groups(task.target.vocab, tile);
@@ -86,10 +102,9 @@ void write_weights(const FloatEntries& entries, int64_t groups, const Weight& we
   }
 }
 
-template <typename DraftWeight>
+template <typename Weight>
 void write_residual(const DrawTask& task, const FloatEntries& p, int64_t tile, int64_t groups,
-                    float* out) {
-  const ResidualWeight<DraftWeight> weight(task);
+                    const Weight& weight, float* out) {
   float buffer[kTile];
   const float* draft = view_tile(task.draft, tile, groups, buffer, -1, task.no_draft);
   const FloatEntries q = float_entries(task.draft, tile, draft, buffer);
@@ -113,10 +128,9 @@ __attribute__((noinline)) int64_t write_tile_weights(const DrawTask& task, int64
   const FloatEntries p = float_entries(task.target, tile, x, buffer);
   if (!task.residual || task.draft.data == nullptr || is_bare(task.draft, tile)) {
     write_weights(p, groups, ExpWeight(task.target_law), out);
-  } else if (task.draft_law.linear) {
-    write_residual<LinearWeight>(task, p, tile, groups, out);
   } else {
-    write_residual<ExpWeight>(task, p, tile, groups, out);
+    with_residual_weight(
+        task, [&](const auto& weight) { write_residual(task, p, tile, groups, weight, out); });
   }
   return groups;
 }

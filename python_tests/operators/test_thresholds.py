@@ -375,3 +375,26 @@ def test_a_residual_behind_next_to_no_inflow(backend, logit):
     )
     assert result.num_accepted.tolist() == [1] * 5
     assert torch.equal(result.tokens[:, 1], tokens)
+
+
+@pytest.mark.parametrize("total", [1e-38, 1e-35, 1e-30, 1.0, 1e30, 1e38])
+def test_what_draft_probs_sum_to_does_not_matter(backend, total):
+    # Nor in residuals, where the draft's weights are as small as these and the target's are not.
+    vocab = 301
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(vocab, generator=generator)
+    draft = torch.randn(vocab, generator=generator).softmax(0)
+    left = (filtered_law(target) - draft.double()).clamp(min=0)
+    left /= left.sum()
+    rejected = int((filtered_law(target) - draft.double()).argmin())
+    tokens = left.topk(6).indices.sort().values
+    coins = [[BELOW_ONE, u] for u in (left.cumsum(0) - left / 2)[tokens].tolist()]
+    result = backend.verify(
+        target.expand(6, 2, vocab),
+        torch.full((6, 1), rejected),
+        draft_probs=(draft.double() * total).float().expand(6, 1, vocab),
+        uniforms=f64(coins),
+        rule="token",
+    )
+    assert result.num_accepted.tolist() == result.status.tolist() == [0] * 6
+    assert torch.equal(result.tokens[:, 0], tokens)
