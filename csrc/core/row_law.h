@@ -101,8 +101,10 @@ SPECDEC_HD float round_up(double x) {
 
 // The threshold that vector passes compare with: at least the cutoff, finite (so that a logit of
 // -inf has weight exactly 0), and where fp32 exp would leave the normal range the weight is 0 too.
+// So it is, at temperatures beyond 1e36, where the difference from the reference would overflow.
 SPECDEC_HD float support_threshold(float cutoff, float reference, double scale) {
-  const double underflow = static_cast<double>(reference) - 87.0 / scale;
+  const double reach = 87.0 / scale < FLT_MAX ? 87.0 / scale : FLT_MAX;
+  const double underflow = static_cast<double>(reference) - reach;
   double threshold =
       cutoff > -FLT_MAX ? static_cast<double>(cutoff) : -static_cast<double>(FLT_MAX);
   if (underflow > threshold) threshold = underflow;

@@ -28,64 +28,69 @@ auto with_two_entries(const DrawTask& task, int64_t tile, const Body& body) {
               float_entries(task.draft, tile, q, draft), groups);
 }
 
-// [a p - b q]+ of entries of both rows.
+// What all weights of a task's residual [t p - d q]+ have in common, t / z: they are what is left
+// of the rows' own weights, [w - ratio v]+. A compiler may fuse that, and equal laws still leave
+// nothing: their ratio is 1, and w - v is rounded once. Of two products it would round one alone.
+double outer_scale(const DrawTask& task) { return task.coefficients.target / task.target_law.z; }
+
+// `lift`: what the draft's weights are multiplied by.
+float draft_ratio(const DrawTask& task, double lift) {
+  const double outer = outer_scale(task);
+  if (!(outer > 0.0)) return 0.0f;
+  const double ratio = task.coefficients.draft / task.draft_law.z / outer / lift;
+  return static_cast<float>(ratio < FLT_MAX ? ratio : FLT_MAX);  // 0 * inf is NaN
+}
+
+// Weights of entries of both rows in a residual, in units of its outer scale.
 template <typename DraftWeight>
 struct ResidualWeight {
   ExpWeight target;
   DraftWeight draft;
-  VecF target_scale, draft_scale;
-  explicit ResidualWeight(const DrawTask& task)
-      : target(task.target_law),
-        draft(task.draft_law),
-        target_scale(splat(static_cast<float>(task.coefficients.target / task.target_law.z))),
-        draft_scale(splat(static_cast<float>(task.coefficients.draft / task.draft_law.z))) {}
-  VecF operator()(VecF x, VecF y) const {
-    return positive_part(target_scale * target(x) - draft_scale * draft(y));
-  }
+  VecF ratio;
+  explicit ResidualWeight(const DrawTask& task, double lift = 1.0)
+      : target(task.target_law), draft(task.draft_law), ratio(splat(draft_ratio(task, lift))) {}
+  VecF operator()(VecF x, VecF y) const { return positive_part(target(x) - ratio * draft(y)); }
 };
 
-// A residual without a draft law: a p.
-template <typename TargetWeight>
-struct ScaledWeight {
-  TargetWeight target;
-  VecF scale;
-  explicit ScaledWeight(const DrawTask& task)
-      : target(task.target_law),
-        scale(splat(static_cast<float>(task.coefficients.target / task.target_law.z))) {}
-  VecF operator()(VecF x) const { return scale * target(x); }
+// Probabilities that sum to so little that no float32 holds their ratio.
+struct LiftedWeight {
+  static constexpr float kLift = 0x1p100f;
+  explicit LiftedWeight(const RowLaw&) {}
+  VecF operator()(VecF x) const { return positive_part(x * kLift); }
 };
+constexpr double kLeastSum = 0x1p-64;
 
-// [a p]+, by the instructions of ResidualWeight where the draft's weight is 0.
-struct BareWeight : ScaledWeight<ExpWeight> {
-  using ScaledWeight::ScaledWeight;
-  VecF operator()(VecF x) const { return positive_part(ScaledWeight::operator()(x)); }
-};
+// Calls body(weight functor) with the functor that fits the laws of both rows.
+template <typename Body>
+auto with_residual_weight(const DrawTask& task, const Body& body) {
+  if (!task.draft_law.linear) return body(ResidualWeight<ExpWeight>(task));
+  if (task.draft_law.z >= kLeastSum) return body(ResidualWeight<LinearWeight>(task));
+  return body(ResidualWeight<LiftedWeight>(task, LiftedWeight::kLift));
+}
 
-template <typename DraftWeight>
 double tile_residual_mass(const DrawTask& task, int64_t tile) {
-  const ResidualWeight<DraftWeight> weight(task);
-  return with_two_entries(task, tile, [&](const auto& p, const auto& q, int64_t groups) {
-    return accumulate_pairs(groups, [&](int64_t i) {
-      const VecPair x = p(i), y = q(i);
-      return VecPair{weight(x.first, y.first), weight(x.second, y.second)};
+  return with_residual_weight(task, [&](const auto& weight) {
+    return with_two_entries(task, tile, [&](const auto& p, const auto& q, int64_t groups) {
+      return accumulate_pairs(groups, [&](int64_t i) {
+        const VecPair x = p(i), y = q(i);
+        return VecPair{weight(x.first, y.first), weight(x.second, y.second)};
+      });
     });
   });
 }
 
+// In units of the residual's outer scale.
 double tile_mass(const DrawTask& task, int64_t tile) {
-  const bool bare = is_bare(task.draft, tile);
-  if (task.draft.data != nullptr && !bare) {
-    return task.draft_law.linear ? tile_residual_mass<LinearWeight>(task, tile)
-                                 : tile_residual_mass<ExpWeight>(task, tile);
+  if (task.draft.data != nullptr && !is_bare(task.draft, tile)) {
+    return tile_residual_mass(task, tile);
   }
   float buffer[kTile];
   const int64_t groups = tile_groups(task.target.vocab, tile);
   const float* p = view_tile(task.target, tile, groups, buffer, task.excluded, task.tried);
   const FloatEntries entries = float_entries(task.target, tile, p, buffer);
-  if (bare) return tile_weight_sum(entries, groups, BareWeight(task));
-  return task.target_law.linear  // the draft's law, in the place of the target's
-             ? tile_weight_sum(entries, groups, ScaledWeight<LinearWeight>(task))
-             : tile_weight_sum(entries, groups, ScaledWeight<ExpWeight>(task));
+  return with_weight(task.target_law, [&](const auto& weight) {  // linear: a draft's, in its place
+    return tile_weight_sum(entries, groups, weight);
+  });
 }
 
 template <typename Weight>
@@ -97,10 +102,9 @@ void write_weights(const FloatEntries& entries, int64_t groups, const Weight& we
   }
 }
 
-template <typename DraftWeight>
+template <typename Weight>
 void write_residual(const DrawTask& task, const FloatEntries& p, int64_t tile, int64_t groups,
-                    float* out) {
-  const ResidualWeight<DraftWeight> weight(task);
+                    const Weight& weight, float* out) {
   float buffer[kTile];
   const float* draft = view_tile(task.draft, tile, groups, buffer, -1, task.no_draft);
   const FloatEntries q = float_entries(task.draft, tile, draft, buffer);
@@ -111,8 +115,9 @@ void write_residual(const DrawTask& task, const FloatEntries& p, int64_t tile, i
   }
 }
 
-// The weights of a tile as floats. Sums and search both go through this one copy of the code, so
-// that they see the same bits whatever the compiler contracts. Returns the number of groups.
+// The weights of a tile as floats, a residual's in units of its outer scale. Sums and search both
+// go through this one copy of the code, so that they see the same bits whatever the compiler
+// contracts. Returns the number of groups.
 __attribute__((noinline)) int64_t write_tile_weights(const DrawTask& task, int64_t tile,
                                                      float* out) {
   float buffer[kTile];
@@ -121,18 +126,20 @@ __attribute__((noinline)) int64_t write_tile_weights(const DrawTask& task, int64
   const TokenList hidden = task.residual ? task.tried : TokenList{};
   const float* x = view_tile(task.target, tile, groups, buffer, excluded, hidden);
   const FloatEntries p = float_entries(task.target, tile, x, buffer);
-  if (!task.residual) {
+  if (!task.residual || task.draft.data == nullptr || is_bare(task.draft, tile)) {
     write_weights(p, groups, ExpWeight(task.target_law), out);
-  } else if (task.draft.data == nullptr) {
-    write_weights(p, groups, ScaledWeight<ExpWeight>(task), out);
-  } else if (is_bare(task.draft, tile)) {
-    write_weights(p, groups, BareWeight(task), out);
-  } else if (task.draft_law.linear) {
-    write_residual<LinearWeight>(task, p, tile, groups, out);
   } else {
-    write_residual<ExpWeight>(task, p, tile, groups, out);
+    with_residual_weight(
+        task, [&](const auto& weight) { write_residual(task, p, tile, groups, weight, out); });
   }
   return groups;
+}
+
+// What weights are multiplied by: kLawUnit of a law; of a residual kResidualUnit / t, which t / z
+// makes 1 / z of.
+double unit_of(const DrawTask& task) {
+  if (!task.residual) return kLawUnit;
+  return task.coefficients.target > 0.0 ? kResidualUnit / task.target_law.z : 0.0;
 }
 
 uint64_t fixed_sum(const DrawTask& task, double unit, const float* weights, int64_t groups) {
@@ -203,7 +210,7 @@ void residual_masses(const ThreadPool& pool, const DrawTask* tasks, int64_t n, d
     const DrawTask& task = tasks[wanted[unit / tiles]];
     const int64_t tile = unit % tiles;
     if (tile >= num_tiles(task.target.vocab) || !held.holds(tile)) return;
-    tile_masses[unit] = tile_mass(task, tile);
+    tile_masses[unit] = outer_scale(task) * tile_mass(task, tile);
   });
   share_tiles(pool, tile_masses.data(), tiles, numbers.data(), count);
   for (int64_t j = 0; j < count; ++j) {
@@ -225,7 +232,7 @@ void draw_tokens(const ThreadPool& pool, DrawTask* tasks, int64_t n) {
     if (task.active && task.target_law.point_mass) task.token = task.target_law.argmax;
     pending[r] = needs_draw(task);
     any |= pending[r];
-    units[r] = task.residual ? residual_unit(task.coefficients.target) : kLawUnit;
+    units[r] = unit_of(task);
   }
   while (any) {
     parallel_for(pool, n * tiles, kTilesPerThread, [&](int64_t unit) {

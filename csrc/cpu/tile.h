@@ -358,9 +358,6 @@ inline bool sweep_tile(const Entries& entries, int64_t groups, double scale, flo
   return scale * (static_cast<double>(s->max) - s->reference) <= kMaxLead;
 }
 
-// Of a residual with this coefficient of the target's law.
-inline double residual_unit(double target) { return target > 0.0 ? kResidualUnit / target : 0.0; }
-
 // floor(weight * unit) of one weight. For a law the unit is a power of two and the product exact.
 inline uint64_t fixed_weight(float weight, double unit) {
   return static_cast<uint64_t>(static_cast<double>(weight) * unit);

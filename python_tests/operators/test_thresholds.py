@@ -280,3 +280,121 @@ def test_largest_float16_and_float32_logits(backend):
         )
         assert result.tokens.tolist() == [[0, 1]] and result.status.tolist() == [0]
         assert result.logprobs.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str)
+def test_differences_of_logits_that_no_float32_holds(backend, filters):
+    # -3e38 - 3e38 overflows, and the temperature is too high for that to be below all that counts.
+    logits = torch.tensor([[-3e38, 0.0, 1e38, 3e38]]).expand(3, 4)
+    given = {"temperature": 1e37, **filters}
+    given = {name: torch.full((3,), value) for name, value in given.items()}
+    law = backend.row_law(logits, **given)
+    assert law.log_z.tolist() == pytest.approx([0.0] * 3, abs=1e-6)
+    drawn = backend.sample(logits, f64([0.01, 0.5, 0.99]), **given)
+    assert drawn.tokens.tolist() == [3, 3, 3]
+    assert drawn.logprobs.tolist() == pytest.approx([0.0] * 3, abs=1e-6)
+
+
+def equal_but_for_one(vocab, drafted, dtype=torch.float32):
+    """Rows of target and draft that differ in one token alone, which the target does not have.
+
+    Next to nothing is the draft's either: all other probabilities are equal to the last bit.
+    """
+    draft = torch.randn(vocab, generator=torch.Generator().manual_seed(1)).to(dtype)
+    target = draft.clone()
+    target[drafted], draft[drafted] = -math.inf, -60.0
+    return target, draft
+
+
+def middles_of(logits, tokens):
+    """The uniforms in the middle of what some tokens have of the law of a row."""
+    law = filtered_law(logits)
+    return law.cumsum(0)[tokens] - law[tokens] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", ["block", "token", "lenient"])
+def test_an_empty_residual_leaves_the_targets_law(backend, rule, dtype):
+    # The rejected token leaves nothing of p - q, not even what rounds off.
+    vocab = 301
+    target, draft = equal_but_for_one(vocab, 150, dtype)
+    tokens = torch.linspace(0, vocab - 1, 8).long()
+    coins = [[0.0, u] for u in middles_of(target, tokens).tolist()]
+    result = verify(backend, [target, target], [150], [draft], coins, rule)
+    assert result.num_accepted.tolist() == result.status.tolist() == [0] * 8
+    assert torch.equal(result.tokens[:, 0], tokens)
+
+
+@pytest.mark.parametrize("rule", ["traversal", "recursive"])
+def test_an_empty_residual_in_a_tree(backend, rule):
+    vocab = 301
+    target, draft = equal_but_for_one(vocab, 150)
+    tokens = torch.linspace(0, vocab - 1, 8).long()
+    result = backend.verify_tree(
+        target.expand(8, 2, vocab),
+        torch.tensor([[-1, 150]]).expand(8, 2),
+        torch.tensor([[-1, 0]]).expand(8, 2),
+        draft_logits=draft.expand(8, 2, vocab),
+        uniforms=f64([[0.0, u] for u in middles_of(target, tokens).tolist()]),
+        rule=rule,
+    )
+    assert result.num_accepted.tolist() == result.status.tolist() == [0] * 8
+    assert torch.equal(result.tokens[:, 0], tokens)
+
+
+def test_equal_laws_leave_no_mass(backend):
+    # w1 = 1 - 1e-10 and then p = q: [w1 p - q]+ is 0 everywhere, h1 with it. A mass of what rounds
+    # off would be larger than 1 - w1, and h1 near 1.
+    law = torch.randn(301, generator=torch.Generator().manual_seed(1))
+    draft = law.clone()
+    draft[150] = 1e-3
+    target = draft.clone()
+    target[150] = torch.nextafter(target[150], torch.tensor(0.0))
+    coins = [[0.0, u, 0.5] for u in (0.0, 0.5, BELOW_ONE)]
+    result = verify(backend, [target, law, law], [150, 3], [draft, law], coins, "block")
+    assert result.accept_probs[:, 0].tolist() == [0.0, 0.0, 0.0]
+    assert result.num_accepted.tolist() == [2, 2, 0]
+
+
+@pytest.mark.parametrize("logit", [-85.0, -95.0, -300.0, -690.0])
+def test_a_residual_behind_next_to_no_inflow(backend, logit):
+    # w1 is below what a float32 holds. A coin of 0 accepts all the same, and then the token that
+    # has all but nothing of p is rejected: the last one comes from what is left, not from p.
+    vocab = 301
+    rows = torch.randn(2, vocab, generator=torch.Generator().manual_seed(2))
+    rows[0, 7], rows[1, 9] = logit, 8.0
+    left = rows[1].clone()
+    left[9] = -math.inf
+    tokens = torch.tensor([0, 8, 10, 150, 300])
+    coins = [[0.0, 0.5, u] for u in middles_of(left, tokens).tolist()]
+    result = backend.verify(
+        torch.stack([*rows, rows[1]]).expand(5, -1, -1),
+        torch.tensor([[7, 9]]).expand(5, -1),
+        uniforms=f64(coins),
+        rule="block",
+    )
+    assert result.num_accepted.tolist() == [1] * 5
+    assert torch.equal(result.tokens[:, 1], tokens)
+
+
+@pytest.mark.parametrize("total", [1e-38, 1e-35, 1e-30, 1.0, 1e30, 1e38])
+def test_what_draft_probs_sum_to_does_not_matter(backend, total):
+    # Nor in residuals, where the draft's weights are as small as these and the target's are not.
+    vocab = 301
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(vocab, generator=generator)
+    draft = torch.randn(vocab, generator=generator).softmax(0)
+    left = (filtered_law(target) - draft.double()).clamp(min=0)
+    left /= left.sum()
+    rejected = int((filtered_law(target) - draft.double()).argmin())
+    tokens = left.topk(6).indices.sort().values
+    coins = [[BELOW_ONE, u] for u in (left.cumsum(0) - left / 2)[tokens].tolist()]
+    result = backend.verify(
+        target.expand(6, 2, vocab),
+        torch.full((6, 1), rejected),
+        draft_probs=(draft.double() * total).float().expand(6, 1, vocab),
+        uniforms=f64(coins),
+        rule="token",
+    )
+    assert result.num_accepted.tolist() == result.status.tolist() == [0] * 6
+    assert torch.equal(result.tokens[:, 0], tokens)
