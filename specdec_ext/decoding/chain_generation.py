@@ -248,7 +248,9 @@ class ChainGeneration:
         self.texts = on_the_host(settings.prompts, None if whole else settings.attention_mask)
         texts = Texts(self.texts, self.new, settings.pad, settings.prompts.device)
         if settings.processors:
-            self.processors = Processors(settings.processors, texts, whole_batch=whole)
+            self.processors = Processors(
+                settings.processors, texts, whole_batch=whole, ends=self.stops.tokens
+            )
         self.stops.start(texts, whole_batch=whole)
 
     def _room(self, prompt: int) -> int:
@@ -467,11 +469,10 @@ class ChainGeneration:
         return rows
 
     def _raise_if_fatal(self, status: list[int]) -> None:
-        fatal = sum(FATAL)
         failed = [
             (b, bits)
             for b, bits in zip(self.running, status, strict=True)
-            if bits & fatal or b in self.misled
+            if bits & self._fatal(b) or b in self.misled
         ]
         if not failed:
             return
@@ -487,6 +488,14 @@ class ChainGeneration:
             sequences,
             statistics,
         )
+
+    def _fatal(self, b: int) -> int:
+        """Return the status bits with which a request cannot go on.
+
+        A row without a law that lies behind a request's end is nothing that it needed.
+        """
+        is_over = b in self.ended or len(self.new[b]) >= self.limits[b]
+        return sum(FATAL) & ~(STATUS_NO_TARGET_LAW if is_over else 0)
 
     def _reasons(self, b: int, status: int) -> list[str]:
         """Say why a request cannot go on."""

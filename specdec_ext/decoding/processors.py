@@ -7,7 +7,7 @@ copied again for every slot that is only a hypothesis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,6 +123,9 @@ class Processors:
         ended with padding behind their text). Rows that are at the same place are then asked for in
         one call; of a request that has no row there, what comes back is not used, and what it shows
         is the text it had there, or its text and padding. Else each row is asked for by itself.
+    ends : collection of int
+        Tokens that end a request. Rows behind one in a draft stay as they are: nothing of them is
+        kept, and plain decoding never asks for them, so that processors may refuse such a text.
 
     Notes
     -----
@@ -131,8 +134,16 @@ class Processors:
     rows depend on each other is refused.
     """
 
-    def __init__(self, given: Iterable[Any], texts: Texts, *, whole_batch: bool) -> None:
+    def __init__(
+        self,
+        given: Iterable[Any],
+        texts: Texts,
+        *,
+        whole_batch: bool,
+        ends: Collection[int] = (),
+    ) -> None:
         self._given = list(given)
+        self._ends = ends
         self._texts = texts
         self._whole_batch = whole_batch and len(texts) > 1
         self._followed: list[_Followed] | None = None  # one a request, once it is known what keeps
@@ -155,8 +166,8 @@ class Processors:
             The request of each row.
         drafted : sequence of sequence of int
             ``[R][G]``, G of any size for each request; the draft ends at a token that is none of
-            the V, or that the row before it gives no probability, which cannot be accepted; rows
-            behind it stay as they are.
+            the V, that the row before it gives no probability, which cannot be accepted, or that
+            ends a request; rows behind it stay as they are.
         logits : Tensor
             ``[R, m, V]``, rows of the last m of the G + 1 slots: slot i follows i draft tokens.
         of_draft : bool
@@ -168,10 +179,9 @@ class Processors:
         Tensor
             ``[R, m, V]`` float32.
         """
-        vocabulary = range(logits.shape[2])
-        slots = []
+        size, slots = logits.shape[2], []
         for row, (b, draft) in enumerate(zip(running, drafted, strict=True)):
-            length = next((i for i, token in enumerate(draft) if token not in vocabulary), None)
+            length = next((i for i, t in enumerate(draft) if not self._goes_on(t, size)), None)
             skipped = len(draft) + 1 - logits.shape[1]
             for i in range(skipped, len(draft) + 1 if length is None else length + 1):
                 column = i - skipped
@@ -193,8 +203,8 @@ class Processors:
         running : sequence of int
             The request of each row; its text's last token is the root.
         tokens, parents : sequence of sequence of int
-            ``[R][N]``; a node whose token is none of the V (the root's apart), or that its parent's
-            row gives no probability, keeps its row, and so do those below it.
+            ``[R][N]``; a node whose token is none of the V (the root's apart), has no probability
+            in its parent's row, or ends a request keeps its row, and so do those below it.
         logits : Tensor
             ``[R, N, V]``.
 
@@ -203,18 +213,21 @@ class Processors:
         Tensor
             ``[R, N, V]`` float32.
         """
-        vocabulary = range(logits.shape[2])
-        slots = []
+        size, slots = logits.shape[2], []
         for row, b in enumerate(running):
             paths: list[tuple[int, ...] | None] = [()]
             slots.append(_Slot(row, 0, b, (), None))
             nodes = zip(tokens[row][1:], parents[row][1:], strict=True)
             for v, (token, parent) in enumerate(nodes, 1):
-                above = paths[parent] if parent >= 0 and token in vocabulary else None
+                above = paths[parent] if parent >= 0 and self._goes_on(token, size) else None
                 paths.append(None if above is None else (*above, token))
                 if above is not None:
                     slots.append(_Slot(row, v, b, (*above, token), parent))
         return self._process(slots, logits, of_draft=False)
+
+    def _goes_on(self, token: int, size: int) -> bool:
+        """Tell whether a text may go on behind a draft token: one of ``size``, and no end."""
+        return 0 <= token < size and token not in self._ends
 
     def beams(
         self,
@@ -428,8 +441,17 @@ class _Trial:
             return self._call(processor, self.longer, self.scores.roll(1, -1))
         found = self._call(processor, self.ids, self.scores)
         if self.longer is None:
-            self.longer = torch.cat([self.ids, found.argmax(-1, keepdim=True)], 1)
+            following = self._following(found)
+            goes_on = bool((found.gather(1, following) > -torch.inf).all())
+            # Where a request can but end, no text is longer that it might be asked about.
+            self.longer = torch.cat([self.ids, following], 1) if goes_on else self.ids
         return found
+
+    def _following(self, found: Tensor) -> Tensor:
+        """Return the likeliest token of each row that ends no request, ``[B, 1]``."""
+        ends = [token for token in self.of._ends if 0 <= token < found.shape[1]]
+        hidden = torch.tensor(ends, dtype=torch.int64, device=found.device)
+        return found.index_fill(1, hidden, -torch.inf).argmax(-1, keepdim=True)
 
     def check_that_rows_are_their_own(self, what: str, questions: int) -> None:
         """Refuse a processor of which a row depends on others: in a burst they are elsewhere.
@@ -465,8 +487,9 @@ class _Trial:
         for scores in (self.scores, self.scores.roll(1, -1))[:questions]:
             scores = torch.where(others, scores.flip(-1), scores)
             found.append(self._call(trial, ids, scores))
-            allowed = torch.where(others, found[-1].argmax(-1, keepdim=True), self.longer[:, -1:])
-            ids = torch.cat([ids, allowed], 1)
+            if self.longer.shape != self.ids.shape:
+                allowed = torch.where(others, self._following(found[-1]), self.longer[:, -1:])
+                ids = torch.cat([ids, allowed], 1)
         return found
 
 
