@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from generate_models import pair, prompts
+from generate_models import pair, prompts, tables
 
 import specdec_ext
 from specdec_ext import ops
@@ -244,6 +244,22 @@ def test_a_law_with_fewer_tokens_than_children():
     tokens, _ = _drawn("without_replacement", 3, {"top_k": 2})
     assert (tokens[:, 2] == -1).all()
     assert (tokens[:, :2].sort(1).values == torch.tensor([1, 3])).all()
+
+
+@pytest.mark.parametrize("tree", [GrownTree(9, 2, beam=3), StaticTree.from_widths((3, 2), "top_k")])
+def test_a_greedy_draft_is_the_same_beside_one_that_samples(tree):
+    """Filters leave its likeliest tokens as they are, whatever the others of its batch do."""
+    target, draft = tables(6)
+    target.last_position = draft.last_position = 2 + NEW - 1
+    ids, seeds = torch.tensor([[1, 2]] * 40), torch.arange(40)
+    options = {"tree": tree, "temperature": 1.0, "top_p": 0.7, "max_new_tokens": NEW}
+    greedy, _ = specdec_ext.generate(
+        target, draft, ids, seeds=seeds, draft_temperature=0.0, **options
+    )
+    mixed, _ = specdec_ext.generate(
+        target, draft, ids, seeds=seeds, draft_temperature=[0.0, 1.0] * 20, **options
+    )
+    assert torch.equal(greedy[::2], mixed[::2])
 
 
 # ---- the loop ------------------------------------------------------------------------------------
