@@ -124,8 +124,8 @@ class Processors:
         one call; of a request that has no row there, what comes back is not used, and what it shows
         is the text it had there, or its text and padding. Else each row is asked for by itself.
     ends : collection of int
-        Tokens that end a request. Rows behind one in a draft stay as they are: nothing of them is
-        kept, and plain decoding never asks for them, so that processors may refuse such a text.
+        Tokens that end a request, behind which a processor may refuse to be asked: it is not, when
+        its kind is found out. (Drafts come without them.)
 
     Notes
     -----
@@ -166,8 +166,8 @@ class Processors:
             The request of each row.
         drafted : sequence of sequence of int
             ``[R][G]``, G of any size for each request; the draft ends at a token that is none of
-            the V, that the row before it gives no probability, which cannot be accepted, or that
-            ends a request; rows behind it stay as they are.
+            the V, or that the row before it gives no probability, which cannot be accepted; rows
+            behind it stay as they are.
         logits : Tensor
             ``[R, m, V]``, rows of the last m of the G + 1 slots: slot i follows i draft tokens.
         of_draft : bool
@@ -179,9 +179,10 @@ class Processors:
         Tensor
             ``[R, m, V]`` float32.
         """
-        size, slots = logits.shape[2], []
+        vocabulary = range(logits.shape[2])
+        slots = []
         for row, (b, draft) in enumerate(zip(running, drafted, strict=True)):
-            length = next((i for i, t in enumerate(draft) if not self._goes_on(t, size)), None)
+            length = next((i for i, token in enumerate(draft) if token not in vocabulary), None)
             skipped = len(draft) + 1 - logits.shape[1]
             for i in range(skipped, len(draft) + 1 if length is None else length + 1):
                 column = i - skipped
@@ -203,8 +204,8 @@ class Processors:
         running : sequence of int
             The request of each row; its text's last token is the root.
         tokens, parents : sequence of sequence of int
-            ``[R][N]``; a node whose token is none of the V (the root's apart), has no probability
-            in its parent's row, or ends a request keeps its row, and so do those below it.
+            ``[R][N]``; a node whose token is none of the V (the root's apart), or that its parent's
+            row gives no probability, keeps its row, and so do those below it.
         logits : Tensor
             ``[R, N, V]``.
 
@@ -213,21 +214,18 @@ class Processors:
         Tensor
             ``[R, N, V]`` float32.
         """
-        size, slots = logits.shape[2], []
+        vocabulary = range(logits.shape[2])
+        slots = []
         for row, b in enumerate(running):
             paths: list[tuple[int, ...] | None] = [()]
             slots.append(_Slot(row, 0, b, (), None))
             nodes = zip(tokens[row][1:], parents[row][1:], strict=True)
             for v, (token, parent) in enumerate(nodes, 1):
-                above = paths[parent] if parent >= 0 and self._goes_on(token, size) else None
+                above = paths[parent] if parent >= 0 and token in vocabulary else None
                 paths.append(None if above is None else (*above, token))
                 if above is not None:
                     slots.append(_Slot(row, v, b, (*above, token), parent))
         return self._process(slots, logits, of_draft=False)
-
-    def _goes_on(self, token: int, size: int) -> bool:
-        """Tell whether a text may go on behind a draft token: one of ``size``, and no end."""
-        return 0 <= token < size and token not in self._ends
 
     def beams(
         self,
