@@ -119,6 +119,18 @@ def unchecked(**fields):
     return config
 
 
+def test_a_configuration_that_samples_at_temperature_0_is_refused():
+    """As transformers refuses it; a temperature that is given goes before it."""
+    target, draft = pair()
+    ids, _ = prompts([5])
+    config = GenerationConfig(do_sample=True, temperature=0.0, max_new_tokens=3)
+    with pytest.raises(ValueError, match="temperature above 0 .* do_sample=True and temperature=0"):
+        generate(target, draft, ids, generation_config=config)
+    greedy = generate(target, draft, ids, generation_config=config, do_sample=False)
+    given = generate(target, draft, ids, generation_config=config, temperature=0.0)
+    assert torch.equal(greedy.sequences, given.sequences)
+
+
 def test_beams_of_a_configuration():
     """Each field is read, an argument comes before it, and one beam makes the others void."""
     target, draft = models()

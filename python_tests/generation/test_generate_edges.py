@@ -180,6 +180,65 @@ def test_rows_are_processed_after_their_own_prefix():
 # ---- where a request ends ------------------------------------------------------------------------
 
 
+class UpToAnEnd:
+    """As a trie: behind an end token nothing may come, and to be asked what may is an error."""
+
+    def __init__(self, width, end, first_end=False):
+        self.width, self.end, self.first_end = width, end, first_end
+
+    def __call__(self, ids, scores):
+        new = ids[0, self.width :].tolist()
+        if self.end in new:
+            raise ValueError(f"nothing may come behind {new}")
+        if self.first_end:  # the only text there is
+            scores = scores.clone()
+            scores[:, : self.end] = scores[:, self.end + 1 :] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_no_processor_is_asked_behind_an_end_token(tree):
+    target, _ = pair()
+    ids, _ = prompts([5])
+    whole = plain_tokens(target, ids, None)[0]
+    end = whole[4]
+    found, statistics = specdec_ext.generate(
+        target, target, ids, gamma=9, tree=TREES[tree], max_new_tokens=NEW, eos_token_id=end,
+        logits_processor=UpToAnEnd(5, end),
+    )  # fmt: skip
+    assert found[0, 5:].tolist() == whole[: whole.index(end) + 1]
+    assert statistics.accepted > 0
+
+
+def test_a_processor_that_lets_nothing_but_an_end_come():
+    """It is asked twice, to see whether it keeps state, but not about a text that has ended."""
+    target, _ = pair()
+    ids, mask = prompts([5, 5])
+    for options in ({}, {"padded_texts": True}):
+        found, _ = specdec_ext.generate(
+            target, target, ids, attention_mask=mask, gamma=3, max_new_tokens=NEW, eos_token_id=7,
+            logits_processor=UpToAnEnd(5, 7, first_end=True), **options,
+        )  # fmt: skip
+        assert found[:, 5:].tolist() == [[7], [7]]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_row_without_a_law_behind_an_end_is_no_error(tree):
+    target, _ = tables(6)
+    end = plain_tokens(target, torch.tensor([PROMPT]), None)[0][2]
+    target.table[:, end] = torch.nan  # the rows behind it
+    target.last_position = len(PROMPT) + NEW - 1
+    options = {"max_new_tokens": NEW, "eos_token_id": end}
+    plain, _ = specdec_ext.generate(target, None, torch.tensor([PROMPT]), **options)
+    draft = tables(6)[0]  # the same, with laws everywhere
+    draft.last_position = target.last_position
+    for gamma in (1, 2, 3, 9):
+        found, _ = specdec_ext.generate(
+            target, draft, torch.tensor([PROMPT]), gamma=gamma, tree=TREES[tree], **options
+        )
+        assert torch.equal(found, plain)
+
+
 def plain_tokens(target, ids, mask):
     plain, _ = specdec_ext.generate(
         target, None, ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=()

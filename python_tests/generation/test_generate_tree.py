@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from generate_models import pair, prompts
+from generate_models import pair, prompts, tables
 
 import specdec_ext
 from specdec_ext import ops
-from specdec_ext.decoding import GrownTree, StaticTree, sequoia_tree
+from specdec_ext.decoding import GrownTree, StaticTree, SuffixDrafter, sequoia_tree
 from specdec_ext.decoding.grown_trees import draft_grown
 from specdec_ext.decoding.trees import CHILDREN, Noise, draw_children
 from specdec_ext.testing import tv_bound
@@ -246,6 +246,22 @@ def test_a_law_with_fewer_tokens_than_children():
     assert (tokens[:, :2].sort(1).values == torch.tensor([1, 3])).all()
 
 
+@pytest.mark.parametrize("tree", [GrownTree(9, 2, beam=3), StaticTree.from_widths((3, 2), "top_k")])
+def test_a_greedy_draft_is_the_same_beside_one_that_samples(tree):
+    """Filters leave its likeliest tokens as they are, whatever the others of its batch do."""
+    target, draft = tables(6)
+    target.last_position = draft.last_position = 2 + NEW - 1
+    ids, seeds = torch.tensor([[1, 2]] * 40), torch.arange(40)
+    options = {"tree": tree, "temperature": 1.0, "top_p": 0.7, "max_new_tokens": NEW}
+    greedy, _ = specdec_ext.generate(
+        target, draft, ids, seeds=seeds, draft_temperature=0.0, **options
+    )
+    mixed, _ = specdec_ext.generate(
+        target, draft, ids, seeds=seeds, draft_temperature=[0.0, 1.0] * 20, **options
+    )
+    assert torch.equal(greedy[::2], mixed[::2])
+
+
 # ---- the loop ------------------------------------------------------------------------------------
 
 
@@ -315,6 +331,30 @@ def test_an_end_of_text_inside_a_path():
         target, draft, ids, max_new_tokens=NEW, eos_token_id=stop, tree=TREES["wide"]
     )
     assert torch.equal(found, expected)
+
+
+def test_a_tree_of_its_root_alone_is_plain_decoding():
+    """The draft is never run, so nothing of it is rolled back where requests end apart."""
+    target, draft = pair(noise=0.02)
+    ids, mask = prompts(RAGGED)
+    options = {"attention_mask": mask, "max_new_tokens": [2, 9, 5, 9], "pad_token_id": 0}
+    plain, _ = specdec_ext.generate(target, None, ids, **options)
+    tree = StaticTree.from_widths(())
+    found, statistics = specdec_ext.generate(target, draft, ids, tree=tree, **options)
+    assert torch.equal(found, plain)
+    assert statistics.draft_calls == 0 and statistics.drafted == 0
+
+
+def test_smaller_trees_behind_a_prompt_of_one_token():
+    """Their padding nodes have a position, too: a table of positions has no row -1."""
+    target, _ = pair("gpt2")
+    ids, mask = prompts([6, 1])
+    ids[0] = torch.tensor([1, 2, 3, 1, 2, 3])
+    options = {"attention_mask": mask, "max_new_tokens": 5, "pad_token_id": 0}
+    plain = specdec_ext.generate(target, None, ids, **options).sequences
+    found = specdec_ext.generate(target, SuffixDrafter(), ids, tree=GrownTree(8, 3), **options)
+    assert torch.equal(found.sequences, plain)
+    assert found.statistics.drafted > 0
 
 
 def test_models_that_cannot_draft_trees():

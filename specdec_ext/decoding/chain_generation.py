@@ -248,7 +248,9 @@ class ChainGeneration:
         self.texts = on_the_host(settings.prompts, None if whole else settings.attention_mask)
         texts = Texts(self.texts, self.new, settings.pad, settings.prompts.device)
         if settings.processors:
-            self.processors = Processors(settings.processors, texts, whole_batch=whole)
+            self.processors = Processors(
+                settings.processors, texts, whole_batch=whole, ends=self.stops.tokens
+            )
         self.stops.start(texts, whole_batch=whole)
 
     def _room(self, prompt: int) -> int:
@@ -342,7 +344,7 @@ class ChainGeneration:
         The masks are the operator's to apply, which would cut the draft's law as well: where that
         is read, and was not drawn from under them, the target's rows alone are cut here.
         """
-        size = logits.shape[2]
+        size, drafted = logits.shape[2], self._without_ends(drafted)
         if self.processors is not None:
             shown = drafted if self.grammars is None else self.grammars.legal(self.running, drafted)
             logits = self.processors.chain(self.running, shown, logits)
@@ -354,6 +356,17 @@ class ChainGeneration:
             return hidden(logits, masks), None
         return logits, masks
 
+    def _without_ends(self, drafted: list[list[int]]) -> list[list[int]]:
+        """Return drafts with -1 for tokens that end a request, so that nothing goes on there.
+
+        Nothing behind them is kept, and plain decoding asks for no row there: rows are left as they
+        are, under grammars and processors alike.
+        """
+        ends = self.stops.tokens
+        if not ends:
+            return drafted
+        return [[-1 if token in ends else token for token in row] for row in drafted]
+
     def _process_draft(
         self, logits: Tensor, drafted: Tensor, emitted: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
@@ -364,6 +377,7 @@ class ChainGeneration:
         rows = drafted.tolist()
         if emitted is not None:
             rows = [[*before, *row] for before, row in zip(emitted, rows, strict=True)]
+        rows = self._without_ends(rows)
         if self.processors is not None and logits.shape[-1] == self.width:
             shown = rows if self.grammars is None else self.grammars.legal(self.running, rows)
             logits = self.processors.chain(self.running, shown, logits, of_draft=True)
@@ -375,7 +389,8 @@ class ChainGeneration:
     def _mask_nodes(self, logits: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
         """Mask a drafter's rows of the last m of a tree's nodes: see `MaskNodes`."""
         assert self.grammars is not None, "drafters have it where there are grammars"
-        masks = self.grammars.tree(self.running, tokens.tolist(), parents.tolist(), logits.shape[2])
+        nodes = self._without_ends(tokens.tolist())
+        masks = self.grammars.tree(self.running, nodes, parents.tolist(), logits.shape[2])
         return hidden(logits, masks[:, -logits.shape[1] :])
 
     def _gain(self, b: int, outcome: ChainOutcome | TreeOutcome) -> list[int]:
@@ -467,11 +482,10 @@ class ChainGeneration:
         return rows
 
     def _raise_if_fatal(self, status: list[int]) -> None:
-        fatal = sum(FATAL)
         failed = [
             (b, bits)
             for b, bits in zip(self.running, status, strict=True)
-            if bits & fatal or b in self.misled
+            if bits & self._fatal(b) or b in self.misled
         ]
         if not failed:
             return
@@ -487,6 +501,14 @@ class ChainGeneration:
             sequences,
             statistics,
         )
+
+    def _fatal(self, b: int) -> int:
+        """Return the status bits with which a request cannot go on.
+
+        A row without a law that lies behind a request's end is nothing that it needed.
+        """
+        is_over = b in self.ended or len(self.new[b]) >= self.limits[b]
+        return sum(FATAL) & ~(STATUS_NO_TARGET_LAW if is_over else 0)
 
     def _reasons(self, b: int, status: int) -> list[str]:
         """Say why a request cannot go on."""

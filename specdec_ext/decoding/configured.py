@@ -42,7 +42,8 @@ def configured(given: Options) -> Options:
     TypeError
         ``generation_config`` is none, ``do_sample`` no bool, ``num_return_sequences`` no int.
     ValueError
-        The configuration asks for what `generate` does not read of it.
+        The configuration asks for what `generate` does not read of it, or to sample at temperature
+        0.
     """
     config = _fields(given.generation_config, given.target)
     do_sample = given.do_sample
@@ -51,7 +52,13 @@ def configured(given: Options) -> Options:
     do_sample = flag("generate: do_sample", do_sample)
     found: dict[str, Any] = {name: config.get(name) for name in _SAME}
     found["max_new_tokens"] = _new_tokens(given, config)
-    found["temperature"] = (config.get("temperature") or 1.0) if do_sample else 0.0
+    temperature = config.get("temperature")
+    if do_sample and given.temperature is None and temperature == 0:
+        raise ValueError(
+            "generate: generation_config must have a temperature above 0 where it is sampled from, "
+            f"got do_sample={do_sample} and temperature={temperature}; greedy is do_sample=False"
+        )
+    found["temperature"] = (temperature or 1.0) if do_sample else 0.0
     if do_sample:
         found.update((name, config.get(name)) for name in _FILTERS)
     sequences = given.num_return_sequences

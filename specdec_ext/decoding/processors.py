@@ -7,7 +7,7 @@ copied again for every slot that is only a hypothesis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,6 +123,9 @@ class Processors:
         ended with padding behind their text). Rows that are at the same place are then asked for in
         one call; of a request that has no row there, what comes back is not used, and what it shows
         is the text it had there, or its text and padding. Else each row is asked for by itself.
+    ends : collection of int
+        Tokens that end a request, behind which a processor may refuse to be asked: it is not, when
+        its kind is found out. (Drafts come without them.)
 
     Notes
     -----
@@ -131,8 +134,16 @@ class Processors:
     rows depend on each other is refused.
     """
 
-    def __init__(self, given: Iterable[Any], texts: Texts, *, whole_batch: bool) -> None:
+    def __init__(
+        self,
+        given: Iterable[Any],
+        texts: Texts,
+        *,
+        whole_batch: bool,
+        ends: Collection[int] = (),
+    ) -> None:
         self._given = list(given)
+        self._ends = ends
         self._texts = texts
         self._whole_batch = whole_batch and len(texts) > 1
         self._followed: list[_Followed] | None = None  # one a request, once it is known what keeps
@@ -428,8 +439,17 @@ class _Trial:
             return self._call(processor, self.longer, self.scores.roll(1, -1))
         found = self._call(processor, self.ids, self.scores)
         if self.longer is None:
-            self.longer = torch.cat([self.ids, found.argmax(-1, keepdim=True)], 1)
+            following = self._following(found)
+            goes_on = bool((found.gather(1, following) > -torch.inf).all())
+            # Where a request can but end, no text is longer that it might be asked about.
+            self.longer = torch.cat([self.ids, following], 1) if goes_on else self.ids
         return found
+
+    def _following(self, found: Tensor) -> Tensor:
+        """Return the likeliest token of each row that ends no request, ``[B, 1]``."""
+        ends = [token for token in self.of._ends if 0 <= token < found.shape[1]]
+        hidden = torch.tensor(ends, dtype=torch.int64, device=found.device)
+        return found.index_fill(1, hidden, -torch.inf).argmax(-1, keepdim=True)
 
     def check_that_rows_are_their_own(self, what: str, questions: int) -> None:
         """Refuse a processor of which a row depends on others: in a burst they are elsewhere.
@@ -465,8 +485,9 @@ class _Trial:
         for scores in (self.scores, self.scores.roll(1, -1))[:questions]:
             scores = torch.where(others, scores.flip(-1), scores)
             found.append(self._call(trial, ids, scores))
-            allowed = torch.where(others, found[-1].argmax(-1, keepdim=True), self.longer[:, -1:])
-            ids = torch.cat([ids, allowed], 1)
+            if self.longer.shape != self.ids.shape:
+                allowed = torch.where(others, self._following(found[-1]), self.longer[:, -1:])
+                ids = torch.cat([ids, allowed], 1)
         return found
 
 

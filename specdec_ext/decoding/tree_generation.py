@@ -82,7 +82,7 @@ class TreeGeneration(ChainGeneration):
         self, logits: Tensor, draft: TreeDraft, tokens: list[list[int]], parents: list[list[int]]
     ) -> tuple[Tensor, Tensor | None]:
         """Do what `_process` does to the rows of a tree's nodes, ``[B, N, V]``."""
-        size = logits.shape[2]
+        size, tokens = logits.shape[2], self._without_ends(tokens)
         if self.processors is not None:
             shown = tokens
             if self.grammars is not None:

@@ -31,6 +31,7 @@ from .. import ops, reference
 from ..contract import (
     DOMAIN_COUPLED,
     DOMAIN_DRAFT,
+    GREEDY_BELOW,
     KIND_DETERMINISTIC,
     KIND_IID,
     KIND_REST,
@@ -311,11 +312,18 @@ def _hide(mask: Tensor, tokens: Tensor) -> None:
 
 
 def filtered_scores(logits: Tensor, filters: Mapping[str, Any]) -> Tensor:
-    """Logits ``[M, V]`` with -inf where top-k, top-p and min-p keep nothing."""
+    """Logits ``[M, V]`` with -inf where top-k, top-p and min-p keep nothing.
+
+    At temperature 0 they keep everything, as where all requests are greedy and none are passed: the
+    likeliest tokens behind the first are what a tree may hold there.
+    """
     if not any(filters.get(name) is not None for name in ("top_k", "top_p", "min_p")):
         return logits
     cutoff = ops.row_law(logits, **filters).cutoff
-    cutoff = torch.where(cutoff.isnan(), -torch.inf, cutoff)  # such a row draws -1
+    keeps_all = cutoff.isnan()  # such a row draws -1
+    if filters.get("temperature") is not None:
+        keeps_all = keeps_all | (filters["temperature"] < GREEDY_BELOW)
+    cutoff = torch.where(keeps_all, -torch.inf, cutoff)
     return logits.masked_fill(logits < cutoff[:, None], -torch.inf)
 
 

@@ -29,9 +29,14 @@ __all__ = [
 
 
 def tree_view(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Give which nodes each node sees, ``[B, N, N]`` bool, and their depths, ``[B, N]``."""
+    """Give which nodes each node sees, ``[B, N, N]`` bool, and their depths, ``[B, N]``.
+
+    Nodes that hold no token are run at depth 0: at -1 they would come before a text of one token,
+    where tables of positions have no row.
+    """
     tree = ops.tree_mask(parents)
-    return dense_tree_mask(tree.ancestors, 0, 0, dtype=torch.bool)[:, 0], tree.depths
+    seen = dense_tree_mask(tree.ancestors, 0, 0, dtype=torch.bool)[:, 0]
+    return seen, tree.depths.clamp(min=0)
 
 
 class Branches:
@@ -209,6 +214,9 @@ class TreeDrafter(ModelHost):
             How many draft tokens of each request were accepted.
         """
         assert self._cached is not None, "start() comes first"
+        tree = self._requests.tree
+        if tree is not None and not tree.depth:
+            return  # a root alone: the model is never run
         count = accepted.device.long()
         last = path.gather(1, (count - 1).clamp(min=0)[:, None]).clamp(min=0)
         lacks = (self._runs.gather(1, last)[:, 0] < 0) & (count > 0)
