@@ -21,14 +21,37 @@ __device__ __forceinline__ float quotient(double a, double b) {
   return static_cast<float>(a) / static_cast<float>(b);
 }
 
+// What all weights of a residual [t p - d q]+ have in common, t / z: they are what is left of the
+// rows' own weights, [w - ratio v]+. Of equal laws the ratio is 1, and nothing is left.
+__device__ __forceinline__ float outer_scale(const DrawTask& task) {
+  return quotient(task.coefficients.target, task.target_law.z);
+}
+
+// What weights of the draft's law are multiplied by: of probabilities that sum to so little that no
+// float32 holds the ratio.
+__device__ __forceinline__ float draft_lift(const RowLaw& law) {
+  return law.linear && law.z < 0x1p-64 ? 0x1p100f : 1.0f;
+}
+
+__device__ __forceinline__ float draft_ratio(const DrawTask& task) {
+  const auto [t, d] = task.coefficients;
+  const double lifted = task.draft_law.z * draft_lift(task.draft_law);
+  return fminf(quotient(d * task.target_law.z, t * lifted), FLT_MAX);  // 0 * inf is NaN
+}
+
+// [w - ratio v]+
+__device__ __forceinline__ float what_is_left(float w, float ratio, float v) {
+  return fmaxf(fmaf(-ratio, v, w), 0.0f);
+}
+
 // A tile of the rows of a DrawTask, as it lies in memory.
 struct RawTiles {
   RawTile target, draft;
 };
 
-// Weights of a thread's entries under the target's law or the residual. What they take is computed
-// once, not in every tile. kTree: there may be lists of tokens, and a draft's law in the place of
-// the target's.
+// Weights of a thread's entries under the target's law or, in units of its outer scale, the
+// residual. What they take is computed once, not in every tile. kTree: there may be lists of
+// tokens, and a draft's law in the place of the target's.
 template <Elements kElements, bool kTree>
 class TileWeights {
  public:
@@ -38,8 +61,7 @@ class TileWeights {
         has_draft_(residual && task.draft.data != nullptr),
         target_weight_(task.target_law),
         draft_weight_(task.draft_law),
-        target_scale_(quotient(task.coefficients.target, task.target_law.z)),
-        draft_scale_(has_draft_ ? quotient(task.coefficients.draft, task.draft_law.z) : 0.0f) {}
+        ratio_(has_draft_ ? draft_ratio(task) : 0.0f) {}
 
   __device__ __forceinline__ const DrawTask& task() const { return *task_; }
   __device__ __forceinline__ bool residual() const { return residual_; }
@@ -71,22 +93,23 @@ class TileWeights {
       if (kTree) exclude_all<kLayout>(task_->target, tile, task_->tried, w);
     }
     if (!kTree || !task_->target_law.linear) weigh_logits<kApart>(target_weight_, w);
-    if (!residual_) return;
-#pragma unroll
-    for (int j = 0; j < kPerThread; ++j) w[j] = multiply(target_scale_, w[j]);
     if (!has_draft_) return;
     if (kTree) exclude_all<kLayout>(task_->draft, tile, task_->no_draft, q);
-    if (!task_->draft_law.linear) weigh_logits<kApart>(draft_weight_, q);
+    if (task_->draft_law.linear) {
+      const float lift = draft_lift(task_->draft_law);
+#pragma unroll
+      for (int j = 0; j < kPerThread; ++j) q[j] *= lift;
+    } else {
+      weigh_logits<kApart>(draft_weight_, q);
+    }
     if constexpr (kApart) {
 #pragma unroll
-      for (int j = 0; j < kPerThread; ++j) q[j] = multiply(draft_scale_, q[j]);
-#pragma unroll
-      for (int j = 0; j < kPerThread; ++j) w[j] -= q[j];
+      for (int j = 0; j < kPerThread; ++j) w[j] = fmaf(-ratio_, q[j], w[j]);
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j], 0.0f);
     } else {
 #pragma unroll
-      for (int j = 0; j < kPerThread; ++j) w[j] = fmaxf(w[j] - multiply(draft_scale_, q[j]), 0.0f);
+      for (int j = 0; j < kPerThread; ++j) w[j] = what_is_left(w[j], ratio_, q[j]);
     }
   }
 
@@ -134,8 +157,7 @@ class TileWeights {
   bool has_draft_;
   ExpWeight target_weight_;
   ExpWeight draft_weight_;
-  float target_scale_;
-  float draft_scale_;
+  float ratio_;
 };
 
 // ---- masses ---
@@ -199,8 +221,7 @@ __device__ __forceinline__ float sum_of_weights(const float* w) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// The residual [t p - d q]+ of two rows of logits without cutoffs, as outer * [w - ratio * v]+ with
-// the rows' weights w and v: nine instructions of arithmetic for two entries, TileWeights has 13.
+// The same of two rows of logits without cutoffs, by fewer instructions.
 struct PairWeights {
   FusedWeight target, draft;
   float outer, ratio;
@@ -208,7 +229,7 @@ struct PairWeights {
   __device__ __forceinline__ explicit PairWeights(const DrawTask& task)
       : target(task.target_law.max, log2_scale(task.target_law.scale)),
         draft(task.draft_law.max, log2_scale(task.draft_law.scale)),
-        outer(quotient(task.coefficients.target, task.target_law.z) / target.surplus()),
+        outer(outer_scale(task) / target.surplus()),
         ratio(quotient(task.coefficients.draft, task.draft_law.z) / draft.surplus() / outer) {}
 
   // Whether there is no cutoff, and no factor that rounding spoils. False for a NaN.
@@ -283,7 +304,8 @@ __device__ __attribute__((noinline)) void residual_mass_tiles(const DrawTask& ta
     if (pair_mass_tiles<kElements, kTree>(task, first, last, out)) return;
   }
   const TileWeights<kElements, kTree> weights(task, true);
-  weights.sum_tiles_to(first, last, out, sum_of_weights);
+  const float outer = outer_scale(task);
+  weights.sum_tiles_to(first, last, out, [&](const float* w) { return outer * sum_of_weights(w); });
 }
 
 // The sum of n tile values, by a full warp, in a tree that depends on n alone; in every lane.
@@ -310,20 +332,20 @@ __device__ __forceinline__ bool knows_token(DrawTask* task) {
   return true;
 }
 
-// Of a residual with this coefficient of the target's law, at most 2^127. In float32: in float64
-// many GPUs would take longer for this than for a tile.
-__device__ __forceinline__ float residual_unit(double target) {
-  return fminf(quotient(kResidualUnit, target), 0x1p127f);
+// What a residual's weights are multiplied by: kResidualUnit / t, which the outer scale makes 1 / z
+// of. In float32: in float64 many GPUs would take longer for this than for a tile.
+__device__ __forceinline__ float residual_unit(const DrawTask& task) {
+  return task.coefficients.target > 0.0 ? quotient(kResidualUnit, task.target_law.z) : 0.0f;
 }
 
-// What is drawn from: the law, or the residual in units of 1 / unit.
+// What is drawn from: the law, or the residual, as integers.
 template <Elements kElements, bool kTree>
 struct DrawWeights : TileWeights<kElements, kTree> {
   float unit;
 
   __device__ __forceinline__ DrawWeights(const DrawTask& task, bool residual)
       : TileWeights<kElements, kTree>(task, residual),
-        unit(residual ? residual_unit(task.coefficients.target) : static_cast<float>(kLawUnit)) {}
+        unit(residual ? residual_unit(task) : static_cast<float>(kLawUnit)) {}
 
   // kApart: as in `weigh`.
   template <bool kApart = false>

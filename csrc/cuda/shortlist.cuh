@@ -39,16 +39,17 @@ __device__ __forceinline__ float listed_weight(const RowLaw& law, float value) {
   return value < law.cutoff ? 0.0f : exp2_weight(weight.log2_weight(value));
 }
 
-// What the residual [t p - d q]+ of a task leaves of a token that its target gives this weight.
+// What the residual of a task leaves of a token that its target gives this weight, in units of its
+// outer scale.
 __device__ __forceinline__ float weight_in_residual(const DrawTask& task, int64_t token,
                                                     float weight) {
-  const float p = multiply(quotient(task.coefficients.target, task.target_law.z), weight);
   const Row& draft = task.draft;
-  if (draft.data == nullptr || is_in(task.no_draft, token)) return p;
+  if (draft.data == nullptr || is_in(task.no_draft, token)) return weight;
   const int64_t entry = entry_of_token(draft, token);
   const float value = entry >= 0 ? row_value(draft, entry) : nothing(draft);
-  const float q = draft.linear ? value : listed_weight(task.draft_law, value);
-  return fmaxf(p - multiply(quotient(task.coefficients.draft, task.draft_law.z), q), 0.0f);
+  const float q =
+      draft.linear ? value * draft_lift(task.draft_law) : listed_weight(task.draft_law, value);
+  return what_is_left(weight, draft_ratio(task), q);
 }
 
 // The mass of a residual whose target has a shortlist, in an order that depends on the list alone.
@@ -62,7 +63,7 @@ inline __device__ __attribute__((noinline)) double residual_mass(const Shortlist
     if (is_excluded(task, token)) continue;
     sum += weight_in_residual(task, token, listed_weight(task.target_law, value));
   }
-  return warp_sum(sum);
+  return outer_scale(task) * warp_sum(sum);
 }
 
 // The integer weight of a candidate under what a task draws from or, if that is not `residual`,
@@ -72,8 +73,7 @@ __device__ __forceinline__ uint64_t weight_of(const Candidate& candidate, const 
   const float weight = listed_weight(task.target_law, candidate.value);
   if (residual && is_excluded(task, candidate.entry)) return 0;
   if (!residual || task.draft.data == nullptr) return fixed_weight(weight);
-  return fixed_weight(weight_in_residual(task, candidate.entry, weight),
-                      residual_unit(task.coefficients.target));
+  return fixed_weight(weight_in_residual(task, candidate.entry, weight), residual_unit(task));
 }
 
 // A draw by a shortlist, if there is one.

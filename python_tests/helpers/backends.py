@@ -165,6 +165,8 @@ INTERPRETED = {
     "test_thresholds.test_an_empty_residual_leaves_the_targets_law": 2,
     "test_thresholds.test_an_empty_residual_in_a_tree": 1,
     "test_thresholds.test_equal_laws_leave_no_mass": 1,
+    "test_thresholds.test_a_residual_behind_next_to_no_inflow": 4,
+    "test_thresholds.test_what_draft_probs_sum_to_does_not_matter": 6,
     "test_thresholds.test_large_logits": 3,
     "test_thresholds.test_largest_float16_and_float32_logits": 1,
     "test_tree": 5,

@@ -26,8 +26,13 @@ from .laws import (
     weights_of,
 )
 
-#: What a residual's weights are multiplied by at most: 2^127, near the largest float32.
-LARGEST_UNIT = tl.constexpr(170141183460469231731687303715884105728.0)
+#: What probabilities of a draft that sum to less than 2^-64 are multiplied by, here 2^100, because
+#: no float32 holds their ratio to a target's weights.
+LIFT = tl.constexpr(1267650600228229401496703205376.0)
+LEAST_SUM = tl.constexpr(5.421010862427522e-20)
+
+#: The largest float32.
+LARGEST = tl.constexpr(3.4028234663852886e38)
 
 #: Tile sums that one step of a search takes.
 SUM_STEP = tl.constexpr(64)
@@ -147,25 +152,38 @@ def without(values, padding, tokens, first, last, tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def draft_weights(draft, laws, b, task, tile, TILE: tl.constexpr):
-    """Part of a residual's weights that the draft's law takes away."""
-    law = load_law(laws.draft, b * draft.steps + task.row)
-    source = in_token_order(row_at(draft, b, task.row))
-    scale = (task.draft / law.z).to(tl.float32)
+def draft_lift(draft, law):
+    """Give what weights of the draft's law are multiplied by."""
+    lift = 1.0
     if draft.linear is not None:
-        found = tl.maximum(load_tile(source, tile, 0.0, TILE), 0.0)
+        lift = tl.where(law.z < LEAST_SUM, LIFT, 1.0)
+    return lift
+
+
+@triton.jit
+def draft_weights(draft, law, b, task, tile, TILE: tl.constexpr):
+    """Weights of a tile of the draft's law, lifted, without what a residual leaves to it."""
+    source = in_token_order(row_at(draft, b, task.row))
+    if draft.linear is not None:
+        found = tl.maximum(load_tile(source, tile, 0.0, TILE), 0.0) * draft_lift(draft, law)
     else:
         x = load_tile(source, tile, -INFINITY, TILE)
         found = weights_of(x, law.max, law.scale, law_threshold(law))
     if task.siblings.fixed.dtype.is_ptr():
         siblings = task.siblings
         found = without(found, 0.0, siblings.fixed, siblings.first, siblings.last, tile, TILE)
-    return scale * found
+    return found
+
+
+@triton.jit
+def outer_scale(task, law):
+    """Give t / z, which all weights of a residual [t p - d q]+ have in common."""
+    return task.target / law.z
 
 
 @triton.jit
 def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr):
-    """Weights of a tile of a residual."""
+    """Weights of a tile of a residual, in units of its outer scale: [w - ratio v]+."""
     source = row_at(target, b, task.row)
     x = load_tile(source, tile, -INFINITY, TILE)
     if task.siblings.tried.dtype.is_ptr():
@@ -174,19 +192,23 @@ def residual_weights(target, draft, laws, b, task, law, tile, TILE: tl.constexpr
     else:
         index = tile * TILE + tl.arange(0, TILE)
         x = tl.where(index == task.excluded, -INFINITY, x)
-    scale = (task.target / law.z).to(tl.float32)
-    weights = scale * weights_of(x, law.max, law.scale, law_threshold(law))
+    weights = weights_of(x, law.max, law.scale, law_threshold(law))
     if draft.data is not None:
         if task.draft > 0.0:
-            taken = draft_weights(draft, laws, b, task, tile, TILE)
+            of_draft = load_law(laws.draft, b * draft.steps + task.row)
+            # Of equal laws it is 1, and nothing is left. Not infinite: 0 * inf is NaN.
+            z = of_draft.z * draft_lift(draft, of_draft)
+            ratio = task.draft / z / tl.maximum(outer_scale(task, law), 1e-200)
+            ratio = tl.minimum(ratio, LARGEST).to(tl.float32)
+            taken = ratio * draft_weights(draft, of_draft, b, task, tile, TILE)
             weights = tl.maximum(weights - taken, 0.0)
     return weights
 
 
 @triton.jit
-def residual_masses(task, weights):
+def residual_masses(task, law, weights):
     """Integer weights of a residual: they sum to 2^62 at most (csrc/core/fixed_point.h)."""
-    unit = tl.minimum(4611686018427387904.0 / task.target, LARGEST_UNIT).to(tl.float32)
+    unit = tl.where(task.target > 0.0, 4611686018427387904.0 / law.z, 0.0).to(tl.float32)
     return (weights * unit).to(tl.uint64)
 
 

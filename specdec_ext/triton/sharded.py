@@ -150,7 +150,7 @@ def draw_here(target, draft, laws, task, law, sums, law_sums, b, tiles, TILE: tl
     if (tile * TILE >= source.first) & (tile * TILE < source.last):
         if residual:
             taken = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-            weights = residual_masses(task, taken)
+            weights = residual_masses(task, law, taken)
         else:
             weights = law_masses(source, law, tile, TILE)
         token = find_entry(weights, source.entries, tile, left, TILE)

@@ -18,8 +18,10 @@ import triton.language as tl
 from .chain import NO_DRAFT_LAW, NO_TARGET_LAW
 from .draw import (
     Task,
+    draft_lift,
     draft_weights,
     no_siblings,
+    outer_scale,
     residual_weights,
     siblings_at,
     store_task,
@@ -135,19 +137,20 @@ def sum_residual(target, draft, laws, b, task, tiles, TILE: tl.constexpr):
     for tile in range(0, tiles):
         weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
         mass += tl.sum(weights, 0).to(tl.float64)
-    return mass
+    return outer_scale(task, law) * mass
 
 
 @triton.jit
 def sum_rest(draft, laws, b, task, drawn, tiles, TILE: tl.constexpr):
     """Sum the draft's law without fixed tokens, or those of earlier siblings."""
     siblings = task.siblings
+    law = load_law(laws.draft, b * draft.steps + task.row)
     mass = tl.full([], 0.0, tl.float64)
     for tile in range(0, tiles):
-        weights = draft_weights(draft, laws, b, task, tile, TILE)
+        weights = draft_weights(draft, law, b, task, tile, TILE)
         weights = without(weights, 0.0, drawn, siblings.first, siblings.last, tile, TILE)
         mass += tl.sum(weights, 0).to(tl.float64)
-    return mass
+    return mass / (law.z * draft_lift(draft, law))
 
 
 @triton.jit

@@ -92,7 +92,7 @@ def sum_draws(
         if RESIDUALS & (task.residual > 0):
             for tile in range(first, end, splits):
                 weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-                total = tl.sum(residual_masses(task, weights), 0)
+                total = tl.sum(residual_masses(task, law, weights), 0)
                 tl.store(sums + b * tiles + tile, total.to(tl.int64))
         else:
             source = row_at(target, b, task.row)
@@ -116,7 +116,7 @@ def draw_task(target, draft, laws, task, law, sums, b, tiles, TILE: tl.constexpr
         tile, left = find_tile(sums, tiles, draw_threshold(task.u, total))
         tile = tl.minimum(tile, tiles - 1)
         weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-        token = find_entry(residual_masses(task, weights), source.entries, tile, left, TILE)
+        token = find_entry(residual_masses(task, law, weights), source.entries, tile, left, TILE)
     else:
         token = draw_from_law(source, law, sums, tiles, task.u, TILE)
     return token

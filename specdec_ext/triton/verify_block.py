@@ -24,7 +24,7 @@ from .chain import (
     task_after,
     write_verdict,
 )
-from .draw import Task, no_siblings, residual_weights
+from .draw import Task, no_siblings, outer_scale, residual_weights
 from .laws import NO_LAW, end_of_tiles, first_tile, probability
 
 #: Tiles that one step of a sum over tiles takes.
@@ -118,7 +118,8 @@ def node_masses(target, draft, laws, flow, gamma, tiles, splits, TILE: tl.conste
             end = end_of_tiles(target, tiles, TILE)
             for tile in range(first_tile(target, split, TILE), end, splits):
                 weights = residual_weights(target, draft, laws, b, task, law, tile, TILE)
-                tl.store(place + tile, tl.sum(weights, 0).to(tl.float64))
+                mass = tl.sum(weights, 0).to(tl.float64)
+                tl.store(place + tile, outer_scale(task, law) * mass)
 
 
 @triton.jit
