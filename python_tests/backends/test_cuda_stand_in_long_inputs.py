@@ -1,7 +1,8 @@
-"""The CUDA kernels on the host, on drafts longer than the nodes of a chain that they keep at once.
+"""The CUDA kernels on the host, on more than a block keeps at once.
 
-32 nodes are looked at together (kNodesAtOnce in csrc/cuda/chain_nodes.cuh): what comes after them
-takes another round, in which the block rule may forget and look again.
+32 nodes of a chain are looked at together (kNodesAtOnce in csrc/cuda/chain_nodes.cuh): what comes
+after them takes another round, in which the block rule may forget and look again. As many tiles of
+a row are summed up together (kWaiting in csrc/cuda/scan.cuh).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 import specdec_ext  # noqa: F401
 from specdec_ext.contract import CHAIN_RULES, VerifyResult
-from specdec_ext.testing import make_case
+from specdec_ext.testing import assert_tokens_match, make_case
 
 threads_of_a_block = pytest.mark.parametrize("threads", fibres.THREADS)
 MANY = max(fibres.THREADS)  # so that a block's warps go their own ways
@@ -176,3 +177,13 @@ def test_any_long_chain(seed):
     fibres.seed(MANY, seed)
     result = VerifyResult(*fibres.operators(MANY).verify(**given))
     assert_near(result, expected, atol=1e-2)  # the block rule sums rounding errors along a chain
+
+
+@threads_of_a_block
+def test_lists_over_more_tiles_than_a_block_keeps(threads):
+    # So many rows that a block takes all tiles of one, which are of 512 entries for 32 threads.
+    vocab = 40 * 16 * threads
+    case = make_case(7, batch=16, gamma=5, vocab=vocab, rule="block", draft="lists", listed=64)
+    expected = case.run(torch.ops.specdec.verify)
+    result = VerifyResult(*fibres.operators(threads).verify(**case.inputs))
+    assert_tokens_match(result, expected, case)
