@@ -462,27 +462,6 @@ def test_drafts_without_their_laws_do_not_count():
     assert torch.equal(step.positions, batch.positions)
 
 
-def test_laws_that_a_step_without_drafts_replaces_are_lost():
-    """All four have drawn drafts, and wait while a prompt is read, in a step without any draft."""
-    batch = Batch()
-    engine = runner(batch, last=list("abcd"), laws=batch.draft)
-    engine.requests["e"] = state("e")
-    engine.drafter = SimpleNamespace()
-    engine.input_batch.req_ids, engine.input_batch.generators = ["e"], {}
-    sample = v1._wrap_sample(lambda self, logits, metadata: "vLLM's own sampler")
-    assert sample(engine, batch.target, None) == "vLLM's own sampler"
-    engine._draft_prob_req_ids, engine._draft_probs = ["e"], batch.draft[:1]
-    engine.input_batch.req_ids = list("abcd")
-    lengths = v1.make_step(engine, batch.metadata).lengths
-    assert lengths is not None and lengths.tolist() == [0] * 4
-
-
-def test_steps_without_drafts_of_another_sampler_are_left_alone():
-    sample = v1._wrap_sample(lambda self, logits, metadata: logits)
-    for engine in (SimpleNamespace(), SimpleNamespace(rejection_sampler=object())):
-        assert sample(engine, 3, None) == 3
-
-
 def test_tokens_chosen_under_a_grammar_are_said_to_be():
     batch = Batch()
     engine = runner(batch, last=list("abcd"), laws=batch.draft, c={"structured_outputs": "grammar"})

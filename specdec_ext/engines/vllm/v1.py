@@ -389,24 +389,14 @@ def make_step(runner: Any, metadata: Any) -> Step:
     positions = runner.seq_lens[: len(ids)] - layout.lengths
     step = Step(facts, positions)
     laws = runner._draft_probs
-    rows = find_laws(runner)
+    last = None if laws is None else runner._draft_prob_req_ids
+    rows = state.outstanding.rows(last, ids, runner.requests)
     if rows.count(CHOSEN) == len(rows):
         return step
     gamma, width = layout.draft_slots.shape[1], 0 if laws is None else laws.shape[1]
     key = (*rows, gamma, width)
     table = state.tables.of(key, lambda: make_table(rows, gamma, width, runner.device))
     return _with_laws(step, layout, table, laws, state.draws_logits)
-
-
-def find_laws(runner: Any) -> list[int]:
-    """Give the row of each request of a step in the last round's laws, `CHOSEN` or `LOST`.
-
-    It is called once in every step, in those without any draft as well: a request that is left out
-    of such a step keeps its draft tokens, while the round that follows replaces their laws.
-    """
-    last = None if runner._draft_probs is None else runner._draft_prob_req_ids
-    outstanding: Outstanding = runner.rejection_sampler.specdec.outstanding
-    return outstanding.rows(last, runner.input_batch.req_ids, runner.requests)
 
 
 class DraftTable(NamedTuple):
@@ -468,10 +458,7 @@ def _with_laws(
 def _wrap_sample(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        if spec_decode_metadata is None:
-            if _is_ours(getattr(self, "rejection_sampler", None)):
-                find_laws(self)
-        elif _is_ours(self.rejection_sampler):
+        if spec_decode_metadata is not None and _is_ours(self.rejection_sampler):
             self.rejection_sampler.specdec.step = make_step(self, spec_decode_metadata)
             self.drafter.specdec_runner = self  # which vLLM's drafters do not know
             # Nobody draws from them; winding one back after a piece of a prompt fails on CPUs.
