@@ -303,7 +303,6 @@ class TreeWalk {
 
   // Hands the request to the draw, its lists of tokens with it.
   __device__ int32_t give_result() {
-    __syncthreads();
     Request& r = ledger_.request;
     int64_t* tokens = memory_of(s_.memory, p_.nodes, nodes_.b).tokens;
     const int64_t* own = ledger_.tree.tried;
