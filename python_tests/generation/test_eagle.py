@@ -409,6 +409,21 @@ def test_saved_and_loaded(tmp_path):
     assert again.to(torch.bfloat16)(ids, states).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_saved_and_loaded_in_half_precision(tmp_path, dtype):
+    """The head that was made is the one that is loaded, at any distance between tokens."""
+    target = copy.deepcopy(pair()[0]).to(dtype)
+    head = EagleHead.from_target(target, initializer_range=0.3)
+    assert {weight.dtype for weight in head.parameters()} == {dtype}
+    head.save_pretrained(tmp_path)
+    again = EagleHead.from_pretrained(tmp_path, dtype=dtype).eval()
+    for buffer, loaded in zip(head.buffers(), again.buffers(), strict=True):
+        assert buffer.dtype == loaded.dtype and torch.equal(buffer, loaded)
+    ids, states = torch.arange(900)[None] % 67, torch.randn(1, 900, 32).to(dtype)
+    with torch.no_grad():
+        assert torch.equal(again(ids, states).logits, head(ids, states).logits)
+
+
 def test_the_loss_by_hand():
     _, head = table_and_head()
     torch.manual_seed(0)
