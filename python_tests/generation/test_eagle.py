@@ -444,6 +444,19 @@ def test_the_loss_by_hand():
     assert loss.item() == pytest.approx(distance + 0.3 * entropy, rel=1e-5)
 
 
+@pytest.mark.parametrize("unrolled", [1, 3])
+@pytest.mark.parametrize(("length", "counts"), [(5, 0), (1, 1), (1, 0)])
+def test_the_loss_where_nothing_counts(length, counts, unrolled):
+    """As of other heads: a batch of which nothing can be learned moves no weight."""
+    _, head = table_and_head()
+    rows, mask = torch.randn(2, length, 4), torch.full((2, length), counts)
+    tokens = torch.ones(2, length, dtype=torch.int64)
+    loss, parts = eagle_loss(head, tokens, rows, rows, mask, unrolled=unrolled)
+    assert loss == 0 and parts.isnan().all()
+    (gradient,) = torch.autograd.grad(loss, head.fuse.weight)
+    assert not gradient.any()
+
+
 def rounds_by_hand(head, tokens, states, length):
     """A head's outputs in rounds from every place, by place: [(element, its state, its row)]."""
     found = [[] for _ in range(length)]

@@ -285,9 +285,10 @@ def eagle_loss(
     Returns
     -------
     loss : Tensor
-        ``[]`` float32, to be minimised.
+        ``[]`` float32, to be minimised; 0 where no token but the first ones of texts counts.
     by_part : Tensor
-        ``[2]`` float32, detached: the distance of states, and the cross entropy in nats.
+        ``[2]`` float32, detached: the distance of states, and the cross entropy in nats; NaN where
+        there is none.
 
     Raises
     ------
@@ -304,12 +305,15 @@ def eagle_loss(
     for place, (states, logits) in enumerate(_rounds(head, tokens, features, unrolled)):
         # Elements that have no text for the places before them are none of a round.
         here = kept[:, 1 + place :].bool()
-        if place and not bool(here.any()):
+        if not bool(here.any()):
             break
         law, wanted = (whole[:, 1 + place :][here] for whole in (laws, features))
         found = logits[:, place:][here].float().log_softmax(-1)
         distance = F.smooth_l1_loss(states[:, place:][here].float(), wanted.float())
         parts.append(torch.stack([distance, -(law * found).sum(-1).mean()]))
+    if not parts:
+        none = 0.0 * head.fuse.weight.float().sum()  # which has a gradient all the same
+        return none, torch.full((2,), torch.nan, device=none.device)
     distance, entropy = torch.stack(parts).mean(0)
     return distance + law_weight * entropy, torch.stack([distance, entropy]).detach()
 
@@ -328,7 +332,7 @@ def _rounds(
     index = torch.arange(elements, device=tokens.device)
     given = features[:, :-1]
     keys = DynamicCache()
-    for place in range(unrolled):
+    for place in range(unrolled if elements else 0):
         seen = None if place == 0 else additive_mask(_seen(index, place)[None, None], head.dtype)
         output = head(
             tokens[:, 1:],
