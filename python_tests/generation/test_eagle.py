@@ -522,6 +522,10 @@ def test_what_is_refused():
         eagle_loss(head, torch.tensor([[1, 2, 3]]), rows, rows, unrolled=0)
     with pytest.raises(ValueError, match=r"V = 4 or .* Vd = 3, got \[1, 3, 2\]"):
         eagle_loss(head, torch.tensor([[1, 2, 3]]), rows, rows[..., :2])
+    for wrong in ({"tokens": torch.ones(1, 4).long()}, {"target_logits": rows[:, :2]}):
+        given = {"tokens": torch.ones(1, 3).long(), "features": rows, "target_logits": rows}
+        with pytest.raises(ValueError, match=r"with the B and n of features, \[1, 3\], got \[1, "):
+            eagle_loss(head, **{**given, **wrong})
     with pytest.raises(ValueError, match=r"draft_vocab_size must be in \[1, 4\], got 5"):
         EagleHead(EagleHeadConfig(vocab_size=4, draft_vocab_size=5))
     with pytest.raises(TypeError, match="must have an embedding and an output head"):

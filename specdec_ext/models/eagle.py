@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..decoding.cache_names import own_cache_name
 from ..decoding.checks import integer
 from ..tree_masks import additive_mask
+from .loss_inputs import check_places
 from .reduced import keep_tokens, logits_of_tokens, number_of_tokens, vocabulary_entries
 
 __all__ = ["EagleHead", "EagleHeadConfig", "eagle_loss"]
@@ -293,9 +294,11 @@ def eagle_loss(
     Raises
     ------
     ValueError
-        ``unrolled`` under 1, or logits of another size.
+        ``unrolled`` under 1; logits of another size; tokens, logits or a mask of other texts or
+        tokens than the states.
     """
     integer("eagle_loss: unrolled", unrolled, low=1)
+    check_places("eagle_loss", features, tokens=tokens, target_logits=target_logits, mask=mask)
     kept = torch.ones_like(tokens) if mask is None else mask
     own = logits_of_tokens(
         "eagle_loss", target_logits, head.draft_token_ids, head.config.vocab_size
