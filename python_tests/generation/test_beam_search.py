@@ -11,7 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import specdec_ext
 from specdec_ext import hf
-from specdec_ext.decoding import EarlyExitDrafter, HeuristicGamma, RenewalRule
+from specdec_ext.decoding import EarlyExitDrafter, GenerationError, HeuristicGamma, RenewalRule
 from specdec_ext.decoding.drafters.model import ModelDrafter
 from specdec_ext.decoding.encoder_decoder import encoded
 
@@ -231,3 +231,50 @@ def test_custom_generate(name, options):
         **{**options, "return_dict_in_generate": False}, custom_generate=hf.generate_fn
     )
     assert plain.tolist() == expected.sequences.tolist()
+
+
+def dead_ends(every, least):
+    """A processor that lets no token follow every so many one, behind texts of some length."""
+
+    def processor(ids, scores):
+        dead = (ids[:, -1] % every == 0) & (ids.shape[1] >= least)
+        return scores.masked_fill(dead[:, None], -torch.inf)
+
+    return processor
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize(
+    ("every", "ends", "width"), [(3, [3], 4), (7, [66], 4), (2, ENDS[1], 5), (1, ENDS[1], 4)]
+)
+def test_beams_that_cannot_go_on_drop_out(every, ends, width, gamma):
+    """And what has ended is the result where all of them do."""
+    target, small = models("gpt2")
+    inputs = inputs_of("gpt2", [4, 4])
+    processor = dead_ends(every, 7 if every == 1 else 5)
+    given = {
+        **inputs, "max_new_tokens": NEW, "num_beams": width, "num_return_sequences": width,
+        "eos_token_id": ends, "logits_processor": [processor],
+    }  # fmt: skip
+    expected = target.generate(
+        **given, do_sample=False, return_dict_in_generate=True, output_scores=True
+    )
+    found = specdec_ext.generate(target, small, **given, gamma=gamma, pad_token_id=0)
+    kept = expected.sequences_scores > -1e9  # else there is no hypothesis
+    assert kept.any() and (every == 1) == (not kept.all())
+    torch.testing.assert_close(found.scores, expected.sequences_scores, rtol=1e-5, atol=1e-5)
+    texts, wanted = (
+        [cut(row, ends) for row in each.sequences[kept, 4:].tolist()] for each in (found, expected)
+    )
+    assert texts == wanted
+    if every == 1:
+        assert not found.sequences[~kept, 4:].any()
+
+
+def test_no_beam_can_go_on_and_nothing_has_ended():
+    target, small = models("gpt2")
+    with pytest.raises(GenerationError, match="request 0: no beam is left .* after 2 levels"):
+        specdec_ext.generate(
+            target, small, **inputs_of("gpt2", [3, 4]), gamma=3, num_beams=3, max_new_tokens=NEW,
+            eos_token_id=[], logits_processor=[dead_ends(1, 5)],
+        )  # fmt: skip

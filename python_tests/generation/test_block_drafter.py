@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -469,6 +470,27 @@ def test_spec_verification_takes_no_fewer_tokens_a_call(seed):
     assert 1.2 < vanilla < narrow < wide
     assert tokens_per_call(sources, rule="top_beta", beta=1, tau=1.0) == vanilla
     assert tokens_per_call(sources, rule="top_beta", beta=3, tau=0.0) == vanilla
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_model_in_training_mode(stacked):
+    """`SpecDrafter.from_target` makes one, whose dropout would be in every draft."""
+    target, _ = models("t5")
+    source = inputs_of("t5")
+    model = spec_drafter(target.config.vocab_size, 4)
+    for training in (False, True):
+        drafter = BlockDrafter(model.train(training), **source)
+        draft = StackedDrafter(LookupDrafter(), drafter) if stacked else drafter
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            specdec_ext.generate(
+                encoded(target, **source),
+                draft,
+                start(len(source["input_ids"])),
+                gamma=3,
+                max_new_tokens=4,
+            )
+        assert any("training mode" in str(each.message) for each in caught) == training
 
 
 # --- refused -------------------------------------------------------------------------------------

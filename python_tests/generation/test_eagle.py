@@ -409,6 +409,21 @@ def test_saved_and_loaded(tmp_path):
     assert again.to(torch.bfloat16)(ids, states).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_saved_and_loaded_in_half_precision(tmp_path, dtype):
+    """The head that was made is the one that is loaded, at any distance between tokens."""
+    target = copy.deepcopy(pair()[0]).to(dtype)
+    head = EagleHead.from_target(target, initializer_range=0.3)
+    assert {weight.dtype for weight in head.parameters()} == {dtype}
+    head.save_pretrained(tmp_path)
+    again = EagleHead.from_pretrained(tmp_path, dtype=dtype).eval()
+    for buffer, loaded in zip(head.buffers(), again.buffers(), strict=True):
+        assert buffer.dtype == loaded.dtype and torch.equal(buffer, loaded)
+    ids, states = torch.arange(900)[None] % 67, torch.randn(1, 900, 32).to(dtype)
+    with torch.no_grad():
+        assert torch.equal(again(ids, states).logits, head(ids, states).logits)
+
+
 def test_the_loss_by_hand():
     _, head = table_and_head()
     torch.manual_seed(0)
@@ -427,6 +442,19 @@ def test_the_loss_by_hand():
     distance, entropy = (sum(each) / len(each) for each in (distances, entropies))
     assert parts.tolist() == pytest.approx([distance, entropy], rel=1e-5)
     assert loss.item() == pytest.approx(distance + 0.3 * entropy, rel=1e-5)
+
+
+@pytest.mark.parametrize("unrolled", [1, 3])
+@pytest.mark.parametrize(("length", "counts"), [(5, 0), (1, 1), (1, 0)])
+def test_the_loss_where_nothing_counts(length, counts, unrolled):
+    """As of other heads: a batch of which nothing can be learned moves no weight."""
+    _, head = table_and_head()
+    rows, mask = torch.randn(2, length, 4), torch.full((2, length), counts)
+    tokens = torch.ones(2, length, dtype=torch.int64)
+    loss, parts = eagle_loss(head, tokens, rows, rows, mask, unrolled=unrolled)
+    assert loss == 0 and parts.isnan().all()
+    (gradient,) = torch.autograd.grad(loss, head.fuse.weight)
+    assert not gradient.any()
 
 
 def rounds_by_hand(head, tokens, states, length):
@@ -494,6 +522,10 @@ def test_what_is_refused():
         eagle_loss(head, torch.tensor([[1, 2, 3]]), rows, rows, unrolled=0)
     with pytest.raises(ValueError, match=r"V = 4 or .* Vd = 3, got \[1, 3, 2\]"):
         eagle_loss(head, torch.tensor([[1, 2, 3]]), rows, rows[..., :2])
+    for wrong in ({"tokens": torch.ones(1, 4).long()}, {"target_logits": rows[:, :2]}):
+        given = {"tokens": torch.ones(1, 3).long(), "features": rows, "target_logits": rows}
+        with pytest.raises(ValueError, match=r"with the B and n of features, \[1, 3\], got \[1, "):
+            eagle_loss(head, **{**given, **wrong})
     with pytest.raises(ValueError, match=r"draft_vocab_size must be in \[1, 4\], got 5"):
         EagleHead(EagleHeadConfig(vocab_size=4, draft_vocab_size=5))
     with pytest.raises(TypeError, match="must have an embedding and an output head"):

@@ -637,6 +637,16 @@ def test_the_loss_compares_with_the_right_rows():
     assert not torch.equal(found, heads_loss(known, features, logits[..., [1, 4]], mask)[0])
     with pytest.raises(ValueError, match=r"V = 5 or \[B, n, Vd\] with Vd = 2, got \[2, 7, 3\]"):
         heads_loss(known, features, logits[..., :3], mask)
+    for shape in ([2, 6], [2, 7, 1], [3, 7]):
+        with pytest.raises(
+            ValueError, match=rf"mask must be .*features, \[2, 7\], got \[{shape[0]}, "
+        ):
+            heads_loss(known, features, logits, torch.ones(shape))
+    for other in (logits[:, :6], logits[:1], logits[0]):
+        with pytest.raises(ValueError, match=r"target_logits must be \[B, n, V\] .*\[2, 7\], got"):
+            heads_loss(known, features, other, mask)
+    with pytest.raises(ValueError, match=r"features must be \[B, n, D\], got \[7, 3\]"):
+        heads_loss(known, features[0], logits, mask)
 
 
 def test_what_is_refused():

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..contract import RULES, STATUS_INVALID_TREE, STATUS_NO_TARGET_LAW
+from ..contract import (
+    RULES,
+    STATUS_INVALID_TREE,
+    STATUS_NO_TARGET_LAW,
+    STATUS_PARAMETER_OUT_OF_RANGE,
+)
 from . import arguments
 from .alpha import AlphaSamples
 from .beam_drafter import BeamDrafter, draft_model
@@ -25,6 +30,9 @@ from .texts import Texts, on_the_host
 from .transfer import Transfer
 
 __all__ = ["BeamGeneration", "GeneratedBeams"]
+
+#: Why a level is not decided though there are beams.
+_UNDECIDED = STATUS_NO_TARGET_LAW | STATUS_INVALID_TREE | STATUS_PARAMETER_OUT_OF_RANGE
 
 
 class GeneratedBeams(GeneratedPair):
@@ -174,7 +182,7 @@ class BeamGeneration:
         self.clock.start("verify")
         found = ops.beam_verify(
             rows,
-            self.live.scores,
+            self._scores(rows),
             tree.tokens,
             tree.parents,
             len(tree.sizes),
@@ -225,6 +233,17 @@ class BeamGeneration:
             torch.log_softmax(logits.float(), -1),
         )
 
+    def _scores(self, rows: Tensor) -> Tensor:
+        """Return the live beams' scores: none for one that processors leave no token to go on by.
+
+        So it drops out, as in transformers, where all its offers have a score of -inf. To the
+        operator a row of nothing but -inf is none.
+        """
+        if self.processors is None:
+            return self.live.scores
+        dead = rows[:, : self.options.width].amax(-1) == -torch.inf
+        return self.live.scores.masked_fill(dead, -torch.inf)
+
     def _levels(self, parts: list[list[Any]]) -> list[Level]:
         """Divide what the operator gave for a request into levels."""
         width = self.options.width
@@ -243,8 +262,9 @@ class BeamGeneration:
             if search.over:
                 break
             search.take(level)
+        search.over |= not levels  # no beam can go on
         taken = search.levels - before
-        accepted = min(taken - 1, drafted)
+        accepted = max(min(taken - 1, drafted), 0)
         rejected = not search.over and taken <= drafted
         self.statistics.record(
             b, drafted=drafted, accepted=accepted, emitted=taken, rejected=rejected
@@ -287,11 +307,15 @@ class BeamGeneration:
         return rows
 
     def _raise_if_fatal(self, outcomes: list[tuple[int, int]]) -> None:
-        """Refuse to go on where not one level could be decided."""
+        """Refuse to go on where not one level could be decided.
+
+        But a search whose beams all dropped out is over, if some hypothesis has ended.
+        """
         failed = [
             (b, status)
             for b, (levels, status) in zip(self.running, outcomes, strict=True)
-            if levels == 0 or status & STATUS_INVALID_TREE
+            if (levels == 0 and (status & _UNDECIDED or not self.searches[b].kept))
+            or status & STATUS_INVALID_TREE
         ]
         if not failed:
             return

@@ -19,7 +19,7 @@ from .chain_generation import Burst, ChainGeneration, Generated
 from .checks import flag, shown
 from .collapse import warn_where_drafts_fail
 from .configured import check_sampled, configured, repeated, with_beams
-from .drafters import Drafter, as_drafter, check_distinct
+from .drafters import Drafter, as_drafter, check_distinct, modules_of
 from .grown_trees import GrownTree
 from .matchers import matchers_of, without_grammar
 from .options import Options, Settings
@@ -428,7 +428,8 @@ def _search(given: Options) -> GeneratedBeams:
 
 
 def _warn_of_training(given: Options) -> None:
-    if getattr(given.target, "training", False) or getattr(given.draft, "training", False):
+    models = (given.target, *modules_of(given.draft))
+    if any(getattr(model, "training", None) is True for model in models):
         warnings.warn(
             "generate: a model is in training mode; without eval(), dropout is part of its law",
             stacklevel=4,

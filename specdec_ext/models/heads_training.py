@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .heads import DecodingHeads
+from .loss_inputs import check_places
 from .reduced import logits_of_tokens
 
 __all__ = ["heads_loss"]
@@ -54,7 +55,7 @@ def heads_loss(
     Raises
     ------
     ValueError
-        Logits of another width.
+        Logits of another width; logits or a mask of other texts or tokens than the states.
 
     Examples
     --------
@@ -70,6 +71,7 @@ def heads_loss(
     >>> bool((by_head[0] + (law.exp() * law).sum()).abs() < 1e-5)  # the entropy, and no more
     True
     """
+    check_places("heads_loss", features, target_logits=target_logits, mask=mask)
     ids, vocabulary = heads.draft_token_ids, heads.config.vocab_size
     known = logits_of_tokens("heads_loss", target_logits, ids, vocabulary)
     kept = torch.ones_like(features[..., 0]) if mask is None else mask

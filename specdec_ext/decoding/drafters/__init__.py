@@ -19,7 +19,7 @@ from .interface import (
     reads_features,
 )
 from .model import as_drafter
-from .parts import check_distinct
+from .parts import check_distinct, modules_of
 from .rows import last_tokens, lengthened, prefix_or_drawn, without_padding
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "estimates_chances",
     "estimates_some_chances",
     "last_tokens",
+    "modules_of",
     "lengthened",
     "asked_for_some",
     "reads_features",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["check_distinct"]
+__all__ = ["check_distinct", "modules_of"]
 
 
 def check_distinct(name: str, drafter: Any, *policies: Any) -> None:
@@ -33,6 +33,14 @@ def check_distinct(name: str, drafter: Any, *policies: Any) -> None:
                 f"state of that place), got one {type(part).__name__} twice"
             )
         seen.add(id(part))
+
+
+def modules_of(draft: Any) -> Iterator[Any]:
+    """Yield a draft, the drafters in it, and the models and heads that these run."""
+    for part in _parts(draft):
+        yield part
+        for name in ("model", "head", "heads"):
+            yield getattr(part, name, None)
 
 
 def _parts(drafter: Any) -> Iterator[Any]:
