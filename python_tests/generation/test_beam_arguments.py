@@ -36,6 +36,7 @@ REFUSED = [
     ({"num_beams": 1, "num_return_sequences": 2}, ValueError, "must be 1 where decoding is greedy"),
     ({"num_beams": 1, "length_penalty": 2.0}, ValueError, "num_beams must be above 1"),
     ({"length_penalty": math.nan}, ValueError, "length_penalty must be"),
+    ({"length_penalty": 2000.0}, ValueError, "length_penalty must be"),
     ({"early_stopping": "sometimes"}, TypeError, "early_stopping .* must be a bool, got str"),
     ({"early_stopping": 1}, TypeError, "early_stopping .* must be a bool, got int"),
     ({"temperature": 1.0}, ValueError, "temperature must be 0 in a beam search.*got 1.0"),

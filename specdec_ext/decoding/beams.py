@@ -72,7 +72,8 @@ def beam_options(given: Any) -> BeamOptions | None:
         One out of range, or one that beam search has no use for.
     """
     width = integer("generate: num_beams", given.num_beams, 1, MOST_BEAMS)
-    penalty = number_in("generate: length_penalty", given.length_penalty, -1e6, 1e6)
+    # So that no length to this power is more than a float holds.
+    penalty = number_in("generate: length_penalty", given.length_penalty, -50, 50)
     returned = given.num_return_sequences
     returned = 1 if returned is None else integer("generate: num_return_sequences", returned, 1)
     stopping = given.early_stopping

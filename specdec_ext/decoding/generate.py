@@ -217,7 +217,7 @@ def generate(
         result is its greedy choice.
     length_penalty : float, optional
         A hypothesis' score is the sum of its tokens' log-probabilities divided by their number to
-        this power. Default: 1.0.
+        this power, from -50 to 50. Default: 1.0.
     early_stopping : bool or "never", optional
         When a request's search is over, its hypotheses being as many as its beams. True: then.
         False (the default): when the best live beam's score at its present length is no better than
