@@ -193,7 +193,8 @@ if "every kernel" in extents:
     operators.acceptance(row, row[:, :999], allowed_mask=words, draft_token_ids=ids)
     parents = torch.zeros(2, 64, dtype=torch.int64)
     operators.tree_mask(parents)
-    operators.compact_kv(*[torch.zeros(2, 99, 8, 64, dtype=bf16)] * 2, parents, seeds, seeds)
+    caches = [torch.zeros(2, 99, 8, 64, dtype=bf16) for _ in range(2)]
+    operators.compact_kv(*caches, parents, seeds, seeds)
     search_beams(5, 45, 32_000, bf16, eos=2)
     attend(64, 128, bf16)
 if "shards" in extents:
