@@ -28,5 +28,11 @@ SPECDEC_HD bool needs_draw(const DrawTask& task) {
   return task.active && task.target_law.valid && !task.target_law.point_mass && task.token < 0;
 }
 
+// What the weights of a residual's draft law are multiplied by: of probabilities that sum to so
+// little that no float32 holds their ratio to the target's weights, 2^100, else 1.
+SPECDEC_HD float draft_lift(const RowLaw& law) {
+  return law.linear && law.z < 0x1p-64 ? 0x1p100f : 1.0f;
+}
+
 }  // namespace SPECDEC_CPU_ISA
 }  // namespace specdec

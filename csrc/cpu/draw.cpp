@@ -33,11 +33,11 @@ auto with_two_entries(const DrawTask& task, int64_t tile, const Body& body) {
 // nothing: their ratio is 1, and w - v is rounded once. Of two products it would round one alone.
 double outer_scale(const DrawTask& task) { return task.coefficients.target / task.target_law.z; }
 
-// `lift`: what the draft's weights are multiplied by.
-float draft_ratio(const DrawTask& task, double lift) {
+float draft_ratio(const DrawTask& task) {
   const double outer = outer_scale(task);
   if (!(outer > 0.0)) return 0.0f;
-  const double ratio = task.coefficients.draft / task.draft_law.z / outer / lift;
+  const double lifted = task.draft_law.z * draft_lift(task.draft_law);
+  const double ratio = task.coefficients.draft / lifted / outer;
   return static_cast<float>(ratio < FLT_MAX ? ratio : FLT_MAX);  // 0 * inf is NaN
 }
 
@@ -47,25 +47,23 @@ struct ResidualWeight {
   ExpWeight target;
   DraftWeight draft;
   VecF ratio;
-  explicit ResidualWeight(const DrawTask& task, double lift = 1.0)
-      : target(task.target_law), draft(task.draft_law), ratio(splat(draft_ratio(task, lift))) {}
+  explicit ResidualWeight(const DrawTask& task)
+      : target(task.target_law), draft(task.draft_law), ratio(splat(draft_ratio(task))) {}
   VecF operator()(VecF x, VecF y) const { return positive_part(target(x) - ratio * draft(y)); }
 };
 
-// Probabilities that sum to so little that no float32 holds their ratio.
 struct LiftedWeight {
-  static constexpr float kLift = 0x1p100f;
-  explicit LiftedWeight(const RowLaw&) {}
-  VecF operator()(VecF x) const { return positive_part(x * kLift); }
+  VecF lift;
+  explicit LiftedWeight(const RowLaw& law) : lift(splat(draft_lift(law))) {}
+  VecF operator()(VecF x) const { return positive_part(x * lift); }
 };
-constexpr double kLeastSum = 0x1p-64;
 
 // Calls body(weight functor) with the functor that fits the laws of both rows.
 template <typename Body>
 auto with_residual_weight(const DrawTask& task, const Body& body) {
   if (!task.draft_law.linear) return body(ResidualWeight<ExpWeight>(task));
-  if (task.draft_law.z >= kLeastSum) return body(ResidualWeight<LinearWeight>(task));
-  return body(ResidualWeight<LiftedWeight>(task, LiftedWeight::kLift));
+  if (draft_lift(task.draft_law) == 1.0f) return body(ResidualWeight<LinearWeight>(task));
+  return body(ResidualWeight<LiftedWeight>(task));
 }
 
 double tile_residual_mass(const DrawTask& task, int64_t tile) {

@@ -27,12 +27,6 @@ __device__ __forceinline__ float outer_scale(const DrawTask& task) {
   return quotient(task.coefficients.target, task.target_law.z);
 }
 
-// What weights of the draft's law are multiplied by: of probabilities that sum to so little that no
-// float32 holds the ratio.
-__device__ __forceinline__ float draft_lift(const RowLaw& law) {
-  return law.linear && law.z < 0x1p-64 ? 0x1p100f : 1.0f;
-}
-
 __device__ __forceinline__ float draft_ratio(const DrawTask& task) {
   const auto [t, d] = task.coefficients;
   const double lifted = task.draft_law.z * draft_lift(task.draft_law);

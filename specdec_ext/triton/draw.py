@@ -26,8 +26,7 @@ from .laws import (
     weights_of,
 )
 
-#: What probabilities of a draft that sum to less than 2^-64 are multiplied by, here 2^100, because
-#: no float32 holds their ratio to a target's weights.
+#: Of `draft_lift`: 2^100, and 2^-64.
 LIFT = tl.constexpr(1267650600228229401496703205376.0)
 LEAST_SUM = tl.constexpr(5.421010862427522e-20)
 
@@ -153,7 +152,7 @@ def without(values, padding, tokens, first, last, tile, TILE: tl.constexpr):
 
 @triton.jit
 def draft_lift(draft, law):
-    """Give what weights of the draft's law are multiplied by."""
+    """Give what weights of the draft's law are multiplied by: csrc/core/draw_task.h."""
     lift = 1.0
     if draft.linear is not None:
         lift = tl.where(law.z < LEAST_SUM, LIFT, 1.0)
